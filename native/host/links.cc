@@ -42,7 +42,7 @@ void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int>
 }
 
 void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
-  LinkEnds ends = injector_.Wrap(MakeTcp(fds, {peer, channel, 0}, tcp_), 1, peer, channel);
+  LinkEnds ends = injector_.Wrap(MakeTcp(MakeSockets(fds, {peer, channel, 0}, tcp_), tcp_), 1, peer, channel);
   std::lock_guard lock(mutex_);
   if (failed()) return;  // perhaps closed: then nobody would close them
   links_.tx(peer, channel).keeps = tcp_->mending != nullptr;
@@ -68,6 +68,7 @@ void Engine::AttachVerbs(int peer, int channel, std::span<const std::pair<int, s
   LinkEnds ends =
       injector_.Wrap(verbs_->Attach({options_.rank, peer, channel, ring_bytes, options_.recovery_ns}, rails, fds),
                      kLargestItem, peer, channel);
+  links_.tx(peer, channel).keeps = tcp_->mending != nullptr;  // where it has no rail from the start
   links_.tx(peer, channel).end = std::move(ends.send);
   links_.rx(peer, channel).end = std::move(ends.recv);
   if (keeper_ == nullptr) keeper_ = std::make_unique<Keeper>([this](auto& fds) { ServeLinks(fds); });

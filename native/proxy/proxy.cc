@@ -55,7 +55,8 @@ void Proxy::Connect(int peer, int channel, std::span<const int> fds) {
   for (std::uint32_t i = 0; i < fds.size(); ++i) {
     const SocketId id{peer, channel, i};
     ProxyWorker* worker = workers_[turn_++ % options_.threads].get();
-    links.ends.push_back(injector_.Wrap(MakeTcp(fds.subspan(i, 1), id, Share()), 1, peer, channel));
+    const auto shared = Share();
+    links.ends.push_back(injector_.Wrap(MakeTcp(MakeSockets(fds.subspan(i, 1), id, shared), shared), 1, peer, channel));
     links.workers.push_back(worker);
     std::lock_guard lock(mutex_);
     menders_[id] = worker;
@@ -147,7 +148,12 @@ int Proxy::AddNic(NicInfo info, const VerbsApi& api) {
 }
 
 void Proxy::ConnectVerbs(int peer, int channel, const ProxyVerbs& link, std::span<const int> fds) {
-  LinkEnds ends = VerbsWorker().AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
+  ProxyWorker& worker = VerbsWorker();
+  {
+    std::lock_guard lock(mutex_);
+    for (std::uint32_t i = 0; i < fds.size(); ++i) menders_[{peer, channel, i}] = &worker;
+  }
+  LinkEnds ends = worker.AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
     if (host == nullptr) {
       for (const int fd : fds) close(fd);
       throw Fault(FaultKind::kSystem, peer, "verbs: the proxy has no NICs");

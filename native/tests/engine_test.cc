@@ -86,6 +86,7 @@ void BrokenProxies();
 void ProxiesOverVerbs();
 void ProxiesThatLoseRails();
 void ProxiesThatLoseAllRails();
+void ProxiesThatLoseAllRailsAndSockets();
 void ProxiesWhoseCopiesFail();
 void ProxiesThatNeverHadARail();
 void ProxiesThatDiffer();
@@ -478,6 +479,7 @@ constexpr Scenario kScenarios[] = {
     {"rdma: all is well", ProxiesOverVerbs},
     {"rdma: a rail is lost", ProxiesThatLoseRails},
     {"rdma: all rails are lost", ProxiesThatLoseAllRails},
+    {"rdma: all rails and sockets are lost", ProxiesThatLoseAllRailsAndSockets},
     {"rdma: a copy beside TCP fails", ProxiesWhoseCopiesFail},
     {"rdma: there never was a rail", ProxiesThatNeverHadARail},
     {"rdma: different calls", ProxiesThatDiffer},

@@ -1,9 +1,11 @@
-// Makes the TCP sockets of a job's engines again, as src/hetcoll/links/mending.py does between processes.
+// Makes the TCP sockets of engines, or proxies, again, as src/hetcoll/links/mending.py does between processes.
 #pragma once
 
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <charconv>
+#include <filesystem>
 #include <random>
 
 #include "harness.h"
@@ -31,12 +33,31 @@ inline void CloseHard(int fd) {
   close(fd);
 }
 
+// Resets every connection over TCP of this process, which are those of its ranks to each other.
+inline void ResetAll() {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const std::string name = entry.path().filename();
+    int fd = -1;
+    std::from_chars(name.data(), name.data() + name.size(), fd);
+    sockaddr_storage there{};
+    socklen_t length = sizeof there;
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&there), &length) != 0 || there.ss_family != AF_INET) continue;
+    try {
+      ResetConnection(fd);
+    } catch (const Fault&) {  // its owner has closed it meanwhile
+    }
+  }
+}
+
+template <class Owner>
 class Mender {
  public:
   // `breaks`: of the connections that it makes, one of so many is reset before both ends have it.
-  Mender(Job& job, unsigned breaks, unsigned seed) : job_(job), breaks_(breaks), random_(seed) {
+  Mender(std::vector<Owner*> owners, bool tls, unsigned breaks, unsigned seed)
+      : owners_(std::move(owners)), tls_(tls), breaks_(breaks), random_(seed) {
     thread_ = std::thread([this] { Loop(); });
   }
+  Mender(Job& job, unsigned breaks, unsigned seed) : Mender(Engines(job), job.tls(), breaks, seed) {}
   ~Mender() {
     stop_ = true;
     thread_.join();
@@ -45,6 +66,12 @@ class Mender {
   Mender& operator=(const Mender&) = delete;
 
  private:
+  static std::vector<Engine*> Engines(Job& job) {
+    std::vector<Engine*> engines;
+    for (int r = 0; r < job.size(); ++r) engines.push_back(&job.engine(r));
+    return engines;
+  }
+
   struct Lost {
     int rank;
     SocketId id;
@@ -55,18 +82,19 @@ class Mender {
   void Loop() {
     std::vector<Lost> lost;
     while (!stop_) {
-      for (int r = 0; r < job_.size(); ++r) {
-        for (const LostSocket& l : job_.engine(r).TakeLost())
+      for (int r = 0; r < static_cast<int>(owners_.size()); ++r) {
+        for (const LostSocket& l : At(r).TakeLost()) {
           lost.push_back({r, l.id, l.tries, l.held ? DeadlineNs(0.05) : 0});
+        }
       }
-      std::erase_if(lost, [&](Lost& l) { return !job_.engine(l.rank).IsLost(l.id) || Make(l); });
+      std::erase_if(lost, [&](Lost& l) { return !At(l.rank).IsLost(l.id) || Make(l); });
       Nap();
     }
   }
 
   // Whether there is no more to do.
   bool Make(Lost& l) {
-    Engine &ours = job_.engine(l.rank), &theirs = job_.engine(l.id.peer);
+    Owner &ours = At(l.rank), &theirs = At(l.id.peer);
     SocketId there = l.id;
     there.peer = l.rank;
     if (NowNs() < l.due) return false;
@@ -77,7 +105,7 @@ class Mender {
     const auto answer = theirs.HoldSocket(there, l.tries, l.rank < l.id.peer);
     if (!answer) return false;
     const auto [mine, other] = TcpPair();
-    if (job_.tls()) Encrypt(mine, other);
+    if (tls_) Encrypt(mine, other);
     if (breaks_ > 0 && random_() % breaks_ == 0) {  // the other end gives it up
       if (!ours.ResumeSocket(l.id, l.tries, mine, *answer)) CloseHard(mine);
       ResetConnection(other);
@@ -91,11 +119,15 @@ class Mender {
     return taken;
   }
 
-  Job& job_;
+  Owner& At(int rank) { return *owners_[static_cast<std::size_t>(rank)]; }
+
+  std::vector<Owner*> owners_;  // by rank
+  bool tls_;
   unsigned breaks_;
   std::mt19937 random_;
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };
+Mender(Job&, unsigned, unsigned) -> Mender<Engine>;
 
 }  // namespace hetcoll::testing

@@ -4,6 +4,7 @@
 
 #include "fake_copier.h"
 #include "harness.h"
+#include "mender.h"
 #include "proxy/proxy.h"
 
 namespace hetcoll::testing {
@@ -37,6 +38,7 @@ struct Setting {
   Integrity integrity = Integrity::kOff;
   std::uint64_t copy_fails = 0;         // the number of it, of rank 0; 0: none
   std::size_t pinned = 2 * (16 << 10);  // of a link
+  bool mended = false;                  // real sockets, which are made again
 };
 
 // Two ranks with an edge in each direction. NIC k of rank r is the fabric's number r * rails + k.
@@ -52,13 +54,19 @@ class Pair {
           .threads = 1, .oversubscribed = true, .rank = rank, .fault = s.fault, .integrity = s.integrity}));
       copiers_.push_back(std::make_shared<FakeCopier>(rank == 0 ? s.copy_fails : 0));
       proxy->Try(s.tried);
+      if (s.mended) proxy->MendTcp();
       for (int k = 0; k < s.rails; ++k) proxy->AddNic(Nic(rank, k), Fabric::Api());
     }
+    if (s.mended) mender_.emplace(std::vector{proxies[0].get(), proxies[1].get()}, false, 4, 1);
     Connect(0);
   }
   // Links of a channel, with edges that take the place of others.
   void Connect(int channel) {
-    const auto [mine, theirs] = SocketPairs(1);
+    std::pair ends = SocketPairs(setting.mended ? 0 : 1);
+    if (setting.mended) {
+      const auto [one, other] = TcpPair();
+      ends = {{one}, {other}};
+    }
     for (int rank = 0; rank < 2; ++rank) {
       std::vector<std::pair<int, std::string>> rails;
       for (int k = 0; k < setting.rails; ++k) rails.emplace_back(k, Nic(1 - rank, k).device);
@@ -67,11 +75,13 @@ class Pair {
         link.copier = copiers_[static_cast<std::size_t>(rank)];
         link.pinned = pinned_.emplace_back(setting.pinned);
       }
-      proxies[static_cast<std::size_t>(rank)]->ConnectVerbs(1 - rank, channel, link, rank == 0 ? mine : theirs);
+      proxies[static_cast<std::size_t>(rank)]->ConnectVerbs(1 - rank, channel, link,
+                                                            rank == 0 ? ends.first : ends.second);
       for (const bool out : {true, false}) AddEdge(rank, channel, out);
     }
   }
   ~Pair() {
+    mender_.reset();
     for (auto& proxy : proxies) proxy->Close(DeadlineNs(kPatience));
     for (ibv::Mr* mr : mrs_) Fabric::Api().dereg_mr(mr);
     proxies.clear();
@@ -141,6 +151,7 @@ class Pair {
   std::deque<Bytes> pinned_;
   std::array<std::vector<std::uint64_t>, 4> words_;
   std::array<End, 4> ends_;
+  std::optional<Mender<Proxy>> mender_;
 };
 
 std::size_t SizeOf(std::uint64_t message) {
@@ -288,6 +299,10 @@ void GoesOn(const Setting& setting, const std::function<void(FakeNic&)>& die, co
     for (const std::string& event : proxy.TakeEvents()) events += event;
     CHECK(events.find("0 left, going on over TCP") != std::string::npos, "%s: %s", what, events.c_str());
   }
+  if (setting.mended) {
+    const std::uint64_t made = pair.proxies[0]->reconnects() + pair.proxies[1]->reconnects();
+    CHECK(made > 10, "%s: only %d sockets were made again", what, int(made));
+  }
   CHECK(pair.fabric.complaints().empty(), "%s", what);
 }
 
@@ -301,6 +316,18 @@ void ProxiesThatLoseAllRails() {
   GoesOn({.device = true, .rails = 1, .integrity = Integrity::kAll}, down, "checked");
   GoesOn({.device = true, .fault = "short=0.5,delay=0.2,reorder=0.2,seed=3"}, down, "short");
   GoesOn({.device = true, .pinned = 2 * 5000}, down, "little pinned memory");
+}
+
+// And over sockets that are reset all the while.
+void ProxiesThatLoseAllRailsAndSockets() {
+  if (!MayReset()) return;
+  const auto& down = kDeaths[0];
+  for (const char* fault : {"reset=40000,seed=3", "rank=1,reset=90000,short=0.3"}) {
+    for (const bool device : {true, false}) {
+      GoesOn({.device = device, .fault = fault, .mended = true}, down, fault);
+      GoesOn({.device = device, .fault = fault, .integrity = Integrity::kAll, .mended = true}, down, fault);
+    }
+  }
 }
 
 // A driver that refuses a copy ends it: where, for what, and the driver's words.

@@ -11,6 +11,7 @@ namespace hetcoll::testing {
 std::span<const Scenario> RecoveryScenarios();   // verbs_recovery_test.cc
 std::span<const Scenario> CauseScenarios();      // verbs_causes_test.cc
 std::span<const Scenario> IntegrityScenarios();  // verbs_integrity_test.cc
+std::span<const Scenario> MendingScenarios();    // verbs_mending_test.cc
 
 inline std::uint64_t Counter(Engine& e, std::string_view name) {
   using List = std::vector<std::pair<std::string, std::uint64_t>>;
@@ -60,6 +61,24 @@ inline void Rounds(Job& job, int rounds, std::size_t count, const std::string& w
       CHECK(buffer == want, "%s: round %d, wrong numbers on rank %d", what.c_str(), i, rank);
     }
   });
+}
+
+inline constexpr std::int64_t kSoonNs = 1'000'000;
+
+inline void Repair(FakeNic& nic) {
+  nic.down = nic.stalled = nic.corrupt = false;
+  nic.down_from = ~std::uint64_t{0};
+  nic.fail_after = nic.refuse_after = -1;
+  nic.queue_pairs_left = nic.registrations_left = 1 << 20;
+}
+
+// Rounds until both ranks say that this often lost rails were taken up.
+inline void RoundsUntilRecovered(Job& job, std::uint64_t times, std::size_t count, const std::string& what) {
+  const auto all = [&] {
+    return Counter(job.engine(0), "recovered_rails") >= times && Counter(job.engine(1), "recovered_rails") >= times;
+  };
+  for (const std::int64_t start = NowNs(); !all() && Seconds(start) < kPatience;) Rounds(job, 1, count, what);
+  CHECK(all(), "%s: %s %s", what.c_str(), Links(job.engine(0)).c_str(), Links(job.engine(1)).c_str());
 }
 
 // Memory that all NICs of a rank know, as Python registers it.

@@ -6,24 +6,6 @@
 namespace hetcoll::testing {
 namespace {
 
-constexpr std::int64_t kSoonNs = 1'000'000;
-
-void Repair(FakeNic& nic) {
-  nic.down = nic.stalled = nic.corrupt = false;
-  nic.down_from = ~std::uint64_t{0};
-  nic.fail_after = nic.refuse_after = -1;
-  nic.queue_pairs_left = nic.registrations_left = 1 << 20;
-}
-
-// Rounds until both ranks say that this often lost rails were taken up.
-void RoundsUntilRecovered(Job& job, std::uint64_t times, std::size_t count, const std::string& what) {
-  const auto all = [&] {
-    return Counter(job.engine(0), "recovered_rails") >= times && Counter(job.engine(1), "recovered_rails") >= times;
-  };
-  for (const std::int64_t start = NowNs(); !all() && Seconds(start) < kPatience;) Rounds(job, 1, count, what);
-  CHECK(all(), "%s: %s %s", what.c_str(), Links(job.engine(0)).c_str(), Links(job.engine(1)).c_str());
-}
-
 // A cable is pulled in the middle of calls, of either rank or both, and put back later; again and again. The rail
 // carries its part again, in the calls that went on meanwhile; who is idle takes it up as well.
 void Recovering() {

@@ -293,10 +293,16 @@ class TcpRecv final : public RecvEnd {
 
 }  // namespace
 
-LinkEnds MakeTcp(std::span<const int> fds, const SocketId& first, const std::shared_ptr<TcpShared>& shared) {
+std::shared_ptr<Sockets> MakeSockets(std::span<const int> fds, const SocketId& first,
+                                     const std::shared_ptr<TcpShared>& shared) {
   auto sockets = std::make_shared<Sockets>(fds, first, shared);
-  if (shared->mending != nullptr && first.channel != kNotMended) shared->mending->Add(first, sockets);
-  return {std::make_unique<TcpSend>(sockets, shared->integrity), std::make_unique<TcpRecv>(sockets, shared)};
+  if (shared->mending != nullptr) shared->mending->Add(first, sockets);
+  return sockets;
+}
+
+LinkEnds MakeTcp(std::shared_ptr<Sockets> sockets, const std::shared_ptr<TcpShared>& shared) {
+  auto send = std::make_unique<TcpSend>(sockets, shared->integrity);
+  return {std::move(send), std::make_unique<TcpRecv>(std::move(sockets), shared)};
 }
 
 }  // namespace hetcoll

@@ -46,9 +46,11 @@ struct TcpShared {
   IntegrityCounts counts;
 };
 
-// Takes over the descriptors: they are set non-blocking and closed with the last of the two ends. `first` is by what
-// `Mending` knows the first of them; on channel kNotMended they are not mended.
-inline constexpr int kNotMended = -1;
-LinkEnds MakeTcp(std::span<const int> fds, const SocketId& first, const std::shared_ptr<TcpShared>& shared);
+// Takes over the descriptors: they are set non-blocking and closed with the last owner. `first` is by what `Mending`
+// knows the first of them.
+std::shared_ptr<Sockets> MakeSockets(std::span<const int> fds, const SocketId& first,
+                                     const std::shared_ptr<TcpShared>& shared);
+// The two ends of a link over sockets that both own.
+LinkEnds MakeTcp(std::shared_ptr<Sockets> sockets, const std::shared_ptr<TcpShared>& shared);
 
 }  // namespace hetcoll

@@ -266,6 +266,11 @@ int Sockets::Flush(std::uint32_t stripe) {
     const ssize_t sent = SendBytes(s, next.data(), next.size());
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return s.fd;
+    if (sent < 0 && (errno == EPIPE || !mends_)) {  // nobody will read it: who sends or receives next is told
+      s.owes = 0;
+      s.behind = 0;
+      break;
+    }
     if (sent < 0) {
       Lost(stripe, "send again");
       return -1;
@@ -331,6 +336,13 @@ void Sockets::ArmReset(Stripe& s) {
   if (shared_->faults.reset == 0) return;
   shared_->dice = shared_->dice * 6364136223846793005u + 1442695040888963407u;
   s.until_reset = 1 + (shared_->dice >> 33) % (2 * shared_->faults.reset - 1);
+}
+
+// So many were sent.
+void Sockets::Spend(Stripe& s, std::uint64_t nbytes) {
+  if (shared_->faults.reset == 0 || (s.until_reset -= nbytes) > 0) return;
+  ArmReset(s);
+  if (s.fd >= 0) ResetConnection(s.fd);
 }
 
 void ResetConnection(int fd) {

@@ -81,10 +81,7 @@ Parts Parts::Cut(std::size_t most) const {
 }
 
 Sockets::Sockets(std::span<const int> fds, const SocketId& first, std::shared_ptr<TcpShared> shared)
-    : first_(first),
-      shared_(std::move(shared)),
-      mends_(shared_->mending != nullptr && first.channel != kNotMended),
-      spoil_(shared_->faults.spoil) {
+    : first_(first), shared_(std::move(shared)), mends_(shared_->mending != nullptr), spoil_(shared_->faults.spoil) {
   for (const int fd : fds) {
     stripes_.emplace_back();
     stripes_.back().fd = fd;
@@ -129,14 +126,9 @@ ssize_t Sockets::SendOddly(std::uint32_t stripe, const Parts& parts) {
   if (s.owes + s.behind > 0) Flush(stripe);
   if (Blocks(s)) return -1;
   if (spoil_ > 0) return SendSpoiled(s, parts);
-  const bool resets = shared_->faults.reset > 0;
-  const Parts now = resets ? parts.Cut(s.until_reset) : parts;
+  const Parts now = shared_->faults.reset > 0 ? parts.Cut(s.until_reset) : parts;
   const ssize_t sent = mends_ ? SendKept(s, now) : SendPlain(s, now);
-  if (!resets) return sent;
-  if (sent > 0 && (s.until_reset -= static_cast<std::uint64_t>(sent)) == 0) {
-    ArmReset(s);
-    ResetConnection(s.fd);
-  }
+  if (sent > 0) Spend(s, static_cast<std::uint64_t>(sent));
   return sent;
 }
 
@@ -146,6 +138,20 @@ ssize_t Sockets::SendSpoiled(Stripe& s, const Parts& parts) {
   const ssize_t sent = SendBytes(s, bytes.data(), bytes.size());
   if (sent > 0 && mends_) Went(s, parts.Cut(static_cast<std::size_t>(sent)));
   return sent;
+}
+
+void Sockets::Queue(std::uint32_t stripe, const Parts& parts) {
+  Stripe& s = stripes_[stripe];
+  std::byte* place = s.sent.Place(parts.size());
+  parts.CopyTo(place != nullptr ? place : MakeRoom(s, parts.size()));
+  for (std::size_t left = parts.size(), now = 0; left > 0; left -= now) {
+    now = shared_->faults.reset > 0 ? std::min<std::size_t>(left, s.until_reset) : left;
+    s.sent.Took(now);
+    s.behind += now;
+    NoteOdd();
+    Flush(stripe);
+    Spend(s, now);
+  }
 }
 
 // As send(2), but for HETCOLL_FAULT's corrupt=B and corrupt_every=B.

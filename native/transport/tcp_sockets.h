@@ -66,6 +66,9 @@ class Sockets {
 
   // As send(2) and recv(2) do.
   ssize_t Send(std::uint32_t stripe, const Parts& parts);
+  // Takes all of it, and copies it: what the socket does not take now is left to `Flush`.
+  void Queue(std::uint32_t stripe, const Parts& parts);
+  bool queued(std::uint32_t stripe) const { return stripes_[stripe].owes + stripes_[stripe].behind > 0; }
   ssize_t Receive(std::uint32_t stripe, std::byte* header, std::size_t head, std::byte* data, std::size_t n);
   // After such a call that failed: throws, unless the socket will be made again.
   void Lost(std::uint32_t stripe, const char* what);
@@ -110,7 +113,7 @@ class Sockets {
     int fd = -1;
     std::shared_ptr<Tls> tls;  // null: nothing is encrypted
     SentBytes sent;
-    std::uint64_t behind = 0;   // of them, those at the end that have yet to be sent again
+    std::uint64_t behind = 0;   // of them, those at the end that have yet to be sent, or sent again
     std::uint64_t theirs = 0;   // of them, those that came right, as the peer said last
     std::uint64_t owes_at = 0;  // of them, those that were spoiled and have yet to be sent again
     std::uint32_t owes = 0;
@@ -163,6 +166,7 @@ class Sockets {
   bool Blocks(const Stripe& s) const;
   void NoteOdd();
   void ArmReset(Stripe& s);
+  void Spend(Stripe& s, std::uint64_t nbytes);
   [[noreturn]] void Fail(const char* what) const;
 
   std::vector<Stripe> stripes_;

@@ -8,7 +8,7 @@
 namespace hetcoll {
 namespace {
 
-constexpr std::uint32_t kHelloMagic = 0x48435631;  // "HCV1": its last digit is the version
+constexpr std::uint32_t kHelloMagic = 0x48435632;  // "HCV2": its last digit is the version
 
 std::byte ProbeByte(std::uint32_t seed, std::size_t i) {
   return static_cast<std::byte>((static_cast<std::uint32_t>(i) * 2654435761u + seed) >> 13);

@@ -28,7 +28,7 @@ VerbsLink::VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<
                      std::span<const int> fds, VerbsShared& shared)
     : options_(options),
       shared_(shared),
-      control_socket_(fds, options.peer),
+      control_socket_(fds, {options.peer, options.channel, 0}, shared.tcp),
       memory_(Map(2 * rails.size() * options.ring_bytes, options.peer)),
       rails_(MakeRails(rails)),
       bounce_(options.device() ? std::make_unique<BounceBuffer>(options.copier, options.pinned, options.peer)
@@ -244,7 +244,6 @@ bool VerbsLink::TakeFrame() {
   if (!incoming_) {
     Frame frame{};
     if (!control_socket_.Receive(frame)) return false;
-    if (checks() && frame.check != frame.Sum()) SpoiledOverTcp();
     if (frame.nbytes > options_.ring_bytes) {
       throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: a frame that may not come over TCP");
     }
@@ -254,8 +253,12 @@ bool VerbsLink::TakeFrame() {
   if ((incoming_->frame.flags & kFrameChecked) != 0) {
     if (Crc32c(0, incoming_->payload.get(), incoming_->frame.nbytes) == incoming_->frame.body) {
       NoteRight(incoming_->frame);
+      control_socket_.NoteRight();
     } else if (!Has(incoming_->frame)) {  // else as in Rail::Receive
-      SpoiledOverTcp();
+      incoming_->have = 0;
+      control_socket_.AskAgain(incoming_->frame.nbytes,
+                               "bytes of a message of " + std::to_string(incoming_->frame.total));
+      return false;
     }
   }
   inbox_.Arrived(incoming_->frame, std::move(incoming_->payload));
@@ -263,16 +266,6 @@ bool VerbsLink::TakeFrame() {
   in_frame_ = false;
   ++news_;
   return true;
-}
-
-// There is no further way.
-void VerbsLink::SpoiledOverTcp() const {
-  shared_.tcp->counts.spoiled += 1;
-  throw Fault(
-      FaultKind::kCorrupt, options_.peer,
-      "verbs: what rank " + std::to_string(options_.peer) +
-          " sent over TCP in the place of lost rails was spoiled on the way: a frame came with a wrong checksum "
-          "(CRC32C)");
 }
 
 void VerbsLink::SendTaken() {
@@ -287,8 +280,7 @@ void VerbsLink::GrantRest() {
 }
 
 void VerbsLink::GoOverTcp() {
-  const std::vector<int> fds = control_socket_.Release();
-  tcp_ = MakeTcp(fds, {options_.peer, kNotMended, 0}, shared_.tcp);
+  tcp_ = MakeTcp(control_socket_.Release(), shared_.tcp);
   state_ = State::kTcp;
   ++news_;
 }
@@ -312,7 +304,7 @@ void VerbsLink::Tell(const std::string& event) {
 }
 
 void VerbsLink::PeerGone() const {
-  throw Fault(FaultKind::kPeerGone, options_.peer, "verbs: the peer closed the connection");
+  throw Fault(FaultKind::kPeerGone, options_.peer, "verbs: " + control_socket_.why());
 }
 
 // ---- Sleeping, and the end ----
@@ -375,6 +367,14 @@ void VerbsLink::Shutdown() {
     tcp_.send->Finish();
   } else {
     control_socket_.Shutdown();
+  }
+}
+
+void VerbsLink::Abandon() const {
+  if (tcp_.send != nullptr) {
+    tcp_.send->Abandon();
+  } else {
+    control_socket_.Close();
   }
 }
 

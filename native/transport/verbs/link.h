@@ -120,6 +120,7 @@ class VerbsLink final : private RailListener {
   // Whether nothing is under way by itself: no handshake, no recovery, nothing that the network owes an answer for.
   bool Settled() const;
   void Shutdown();
+  void Abandon() const;  // SendEnd's
 
   State state() const { return state_; }
   const VerbsLinkOptions& options() const { return options_; }
@@ -178,7 +179,6 @@ class VerbsLink final : private RailListener {
   void PostClearToSends();
   bool PostClearToSend(ClearToSend& clear_to_send);
 
-  [[noreturn]] void SpoiledOverTcp() const;
   void NoteRight(const Frame& frame) const;
   bool checks() const { return shared_.tcp->integrity != Integrity::kOff; }
   void PollRails();

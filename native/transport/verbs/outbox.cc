@@ -195,7 +195,6 @@ void Outbox::SendOverTcp(Frame frame, const std::byte* payload, const Region* re
         FaultKind::kSystem, peer_,
         "verbs: the last rail is lost, and what it carried lies in memory of a device, where TCP cannot get it");
   }
-  if (checks_) frame.check = frame.Sum();
   control_socket_.SendFrame(frame, payload);
   ++over_tcp_;
   counters_.tcp_bytes += frame.nbytes;

@@ -34,6 +34,7 @@ class VerbsSend final : public SendEnd {
   void Commit(const Message& m, std::size_t at, std::size_t n) override { link_->outbox().Commit(m, at, n); }
 
   std::size_t Lent() override {
+    if (SendEnd* tcp = link_->tcp_send()) return tcp->Lent();
     if (link_->outbox().Lent() > 0) link_->Drive();
     return link_->outbox().Lent();
   }
@@ -43,8 +44,18 @@ class VerbsSend final : public SendEnd {
     if (SendEnd* tcp = link_->tcp_send()) tcp->AddPoll(fds);
   }
 
+  bool Keep() override {
+    SendEnd* tcp = link_->tcp_send();
+    return tcp != nullptr && tcp->Keep();
+  }
+
+  bool FinalWithoutPeer() const override {
+    const SendEnd* tcp = link_->tcp_send();
+    return tcp == nullptr || tcp->FinalWithoutPeer();
+  }
   void Count(Holdings& held) const override { link_->Count(held); }
   void Finish() override { link_->Shutdown(); }
+  void Abandon() override { link_->Abandon(); }
 
  private:
   bool Open() {
