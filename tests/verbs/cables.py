@@ -94,9 +94,7 @@ def netem(ethernet: str, *words: str) -> Iterator[None]:
 @contextmanager
 def narrow(ethernet: str, nbytes: int) -> Iterator[None]:
     """Packets of more than `nbytes` do not arrive at the device, and nobody is told. Its MTU stays."""
-    for name in ("sch_ingress", "cls_matchall", "act_police"):
-        if not Path("/sys/module", name).exists():
-            tool("busybox", "insmod", str(kernel_module(name)))
+    load("net/sched/sch_ingress", "net/sched/cls_matchall", "net/sched/act_police")
     tool("tc", "qdisc", "replace", "dev", ethernet, "ingress")
     police = f"police rate 10gbit burst 10m mtu {nbytes} conform-exceed drop".split()
     tool("tc", "filter", "replace", "dev", ethernet, "ingress", "matchall", "action", *police)
@@ -104,6 +102,18 @@ def narrow(ethernet: str, nbytes: int) -> Iterator[None]:
         yield
     finally:
         tool("tc", "qdisc", "del", "dev", ethernet, "ingress")
+
+
+def load(*modules: str) -> None:
+    """Parts of the kernel that guests begin without."""
+    for module in modules:
+        if not Path("/sys/module", Path(module).name).exists():
+            tool("busybox", "insmod", str(kernel_module(module)))
+
+
+def allow_resets() -> None:
+    """Have the kernel reset TCP connections where it is asked to: HETCOLL_FAULT's reset=B. Else it knows of none."""
+    load("net/ipv4/inet_diag", "net/ipv4/tcp_diag")
 
 
 def hardware(device: str) -> dict[str, int]:

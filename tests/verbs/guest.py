@@ -156,8 +156,8 @@ def _kernel() -> Path | None:
 
 
 def kernel_module(name: str) -> Path:
-    """The file of one that guests have not loaded, of those that control traffic."""
-    return _cache() / "modules/net/sched" / f"{name}.ko"
+    """The file of one that guests have not loaded, such as ``net/sched/act_police``."""
+    return _cache() / "modules" / f"{name}.ko"
 
 
 def _fetch_kernel(folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cables import all_plugged, hardware, kernel_objects, netem, plug, unplug, verbs
+from cables import all_plugged, allow_resets, hardware, kernel_objects, netem, plug, unplug, verbs
 from faults import COUNT, PROMPT, Launch, Progress, add_up, add_up_until, in_the_middle, told
 from ranks import Ranks, wait_until
 
@@ -95,6 +95,42 @@ def test_both_cables_are_back(launch: Launch) -> None:
     lines = ranks.output(0).splitlines()
     assert any("going on over TCP" in line for line in lines), lines
     assert any("took up a lost rail again, 1 in use" in line for line in lines), lines
+
+
+def test_control_sockets_are_reset(launch: Launch) -> None:
+    """In the handshake, and while both ends agree over them on how a rail comes back. The rails go on."""
+    allow_resets()
+
+    def cut_and_mend(progress: Progress) -> None:
+        unplug("veth2")
+        progress.until(lambda counters: counters["lost_rails"] > 0)
+        all_plugged()
+        progress.until(lambda counters: counters["recovered_rails"] > 0)
+
+    for counters, text in run_while(verbs(launch, 2, HETCOLL_FAULT="reset=100", **PROMPT), cut_and_mend):
+        assert counters["tcp_reconnects"] > 3, counters
+        assert counters["links_over_tcp"] == 0, text
+
+
+def test_control_sockets_are_reset_while_they_carry_all(launch: Launch) -> None:
+    """The frames, since both cables are cut; until they are back."""
+    allow_resets()
+
+    def cut_and_mend(progress: Progress) -> None:
+        unplug("veth1")
+        unplug("veth2")
+        progress.until(lambda counters: counters["links_over_tcp"] > 0)
+        before = progress.notes()[0]["tcp_reconnects"]
+        progress.until(lambda counters: counters["tcp_reconnects"] > before + 3)
+        all_plugged()
+        progress.until(lambda counters: counters["links_over_tcp"] == 0)
+
+    ranks = verbs(launch, 2, HETCOLL_FAULT="reset=400000", HETCOLL_INTEGRITY="all", **PROMPT)
+    for counters, text in run_while(ranks, cut_and_mend):
+        assert counters["tcp_bytes"] > COUNT, text
+        assert counters["spoiled_pieces"] == 0, counters
+    lines = [line for line in ranks.output(0).splitlines() if "was made again" in line]
+    assert len(lines) == 1, lines
 
 
 def split(comm: hetcoll.Communicator) -> tuple[dict[str, int], str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from cables import all_plugged, plug, unplug
+from cables import all_plugged, allow_resets, plug, unplug
 from faults import Progress, in_the_middle
 from gpu_calls import device_of_rank
 from gpus import PROMPT, Launch, check, direct, sealed, told
@@ -125,6 +125,25 @@ def test_both_cables_are_back(launch: Launch) -> None:
         assert now["gpu_tcp_bytes"] == was["gpu_tcp_bytes"], paths
         assert now["gpu_direct_bytes"] > was["gpu_direct_bytes"], paths
         assert now["gpu_staged_bytes"] == now["gpu_links_over_tcp"] == 0, now
+
+
+@pytest.mark.thorough
+def test_control_sockets_are_reset(launch: Launch) -> None:
+    """While they carry what goes between the GPUs, since both cables are cut."""
+    allow_resets()
+
+    def cut(progress: Progress) -> None:
+        unplug("veth1")
+        unplug("veth2")
+        progress.until(lambda counters: counters["gpu_tcp_bytes"] > 4 * BIG and counters["gpu_tcp_reconnects"] > 3)
+
+    ranks = direct(launch, "na", HETCOLL_FAULT="reset=300000", **APART, **PROMPT)
+    ranks.run(sealed)
+    for outcome in run_while(ranks, cut):
+        assert outcome.error is None, outcome.trace
+    for counters, paths in ranks.run(told):
+        assert counters["gpu_links_over_tcp"] > 0, paths
+        assert counters["gpu_staged_bytes"] == 0, counters
 
 
 def test_links_that_fail_while_they_are_tried(launch: Launch) -> None:
