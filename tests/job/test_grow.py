@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from losing import found, lose, works
+from losing import await_stopped, found, lose, work, works
 from ranks import Job, Ranks, elapsed, wait_until
 from thorough import parametrize
 
@@ -27,6 +27,8 @@ from hetcoll.rendezvous.control import ControlClient
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.protocol.wire import Op
 from hetcoll.rendezvous.store import server as store
+from hetcoll.rendezvous.succession import Succession
+from hetcoll.rendezvous.uplink import Uplink
 
 Launch = Callable[..., Ranks]
 TRANSPORTS = parametrize("transport", ["auto", "tcp"], first=1)
@@ -181,6 +183,52 @@ def test_a_rank_dies_while_the_others_grow(launch: Launch) -> None:
     ranks.start(one_dies_of_two)
     for (text,) in found(ranks, 1).values():
         assert text.startswith("rank 1 was lost: its process died")
+
+
+def come_while_rank_0_dies(job: Job, pid: Path, noticed: Path) -> tuple[int, int, int]:
+    """Rank 2 is a newcomer. Rank 0 is stopped when that says what it wants, and dies before it has read it. The next
+    store begins when the newcomer has noticed."""
+    find = Succession.find
+
+    def find_after(self: Succession, *args: Any) -> UniqueId | None:
+        if job.rank == 2:
+            noticed.touch()
+        wait_until(noticed.exists, 20)
+        return find(self, *args)
+
+    Succession.find = find_after  # type: ignore[method-assign]
+    if job.rank == 2:
+        wait_until(lambda: pid.exists() and pid.read_text(), 20)
+        host, send = int(pid.read_text()), Uplink.send
+
+        def send_to_the_dying(self: Uplink, op: Op, *rest: Any) -> None:
+            Uplink.send = send  # type: ignore[method-assign]
+            assert op == Op.ADMIT
+            os.kill(host, signal.SIGSTOP)
+            await_stopped(host)
+            self.send(op, *rest)
+            os.kill(host, signal.SIGKILL)
+
+        Uplink.send = send_to_the_dying  # type: ignore[method-assign]
+        comm = hetcoll.Communicator.join(job.unique_id, timeout=20)
+    else:
+        whole = hetcoll.Communicator.init(2, job.rank, job.unique_id, timeout=20)
+        whole.agree()
+        if job.rank == 0:
+            pid.write_text(str(os.getpid()))
+        with pytest.raises(hetcoll.PeerLostError):
+            work(whole)
+        comm = whole.shrink().grow(timeout=20)
+        whole.close()
+    works(comm)
+    comm.barrier()
+    return comm.rank, comm.size, comm.epoch
+
+
+def test_a_newcomer_that_rank_0_did_not_hear_is_taken_in_by_the_next_store(launch: Launch, tmp_path: Path) -> None:
+    ranks = launch(3, join=False)
+    ranks.start(come_while_rank_0_dies, tmp_path / "pid", tmp_path / "noticed")
+    assert sorted(found(ranks, 0).values()) == [(0, 2, 2), (1, 2, 2)]
 
 
 def grow_in_vain(comm: hetcoll.Communicator) -> list[str]:

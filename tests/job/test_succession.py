@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from losing import found, lose, work, works
+from losing import await_stopped, found, lose, work, works
 from ports import free_port
 from ranks import Ranks, elapsed, wait_until
 from thorough import parametrize
@@ -110,8 +110,7 @@ def stop_the_first(comm: hetcoll.Communicator, who: Path) -> int:
         os.kill(os.getpid(), signal.SIGSTOP)
     if comm.rank == 0:
         wait_until(lambda: who.exists() and who.read_text())
-        stat = Path(f"/proc/{pids[int(who.read_text()), 0]}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")  # proc(5): it is stopped
+        await_stopped(pids[int(who.read_text()), 0])
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(hetcoll.PeerLostError):
         work(comm)

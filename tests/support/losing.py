@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Ranks
+from ranks import Ranks, wait_until
 
 import hetcoll
 
@@ -50,6 +51,11 @@ def lose(comm: hetcoll.Communicator, victim: int) -> None:
     with pytest.raises(hetcoll.PeerLostError) as caught:
         work(comm)
     assert caught.value.rank == victim
+
+
+def await_stopped(pid: int) -> None:
+    """Until the system has stopped a process that was told to (proc(5))."""
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 20)
 
 
 def found(ranks: Ranks, *victims: int, seconds: float = 30) -> dict[int, Any]:

@@ -67,7 +67,7 @@ class ControlClient:
         self._size = size
         self._relay: Relay | None = None
         self._succession = Succession(hosts=hosted_here(unique_id.job_id) is not None)
-        self._uplink = Uplink(unique_id, size, deadline, self._serve)
+        self._uplink = Uplink(unique_id, size, deadline, self._serve, patient=group is None)
         self._thread = threading.Thread(target=self._read, name="hetcoll-control", daemon=True)
         lifetime.start(self._thread, self)
         try:
@@ -81,6 +81,11 @@ class ControlClient:
     def unique_id(self) -> UniqueId:
         """The job that this is connected to, and where its store is."""
         return self._uplink.unique_id
+
+    @property
+    def lost_early(self) -> bool:
+        """Whether the store was lost before it said who comes after it: a newcomer finds that one where it was."""
+        return self._end is not None and not self._end.orderly and not self._succession.told
 
     def join(
         self, group: bytes, rank: int, size: int, on_event: Handler | None = None, *, timeout: float | None = None

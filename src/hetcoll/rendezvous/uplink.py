@@ -100,13 +100,20 @@ def read_places(body: bytes) -> Places:
 
 
 def enter(
-    unique_id: UniqueId, entry: Entry, deadline: float, *, again: bool = False, pulse: Pulse | None = None
+    unique_id: UniqueId,
+    entry: Entry,
+    deadline: float,
+    *,
+    again: bool = False,
+    patient: bool = False,
+    pulse: Pulse | None = None,
 ) -> Place:
-    """Come to the store, and to where it sends us. InitError where that cannot be had, or the store refuses."""
+    """Come to the store, and to where it sends us. InitError where that cannot be had, or the store refuses. `patient`:
+    where the store is lost meanwhile another one may come, until `deadline`."""
     pause = _FIRST_PAUSE
     while True:
         sock, _ = connect_store(unique_id, deadline, there=again)
-        again = True  # from here on it is there, or gone
+        again = not patient  # from here on it is there, or gone
         if pulse is not None:
             entry = entry._replace(addresses=pulse.begin(sock))
         try:
@@ -163,9 +170,11 @@ def _knock(sock: socket.socket, entry: Entry, deadline: float) -> tuple[Frame, F
 
 class Uplink:
     """A member's connection to the store, for as long as there is a way. `serve` is called when the store wants this
-    process to be a relay. Sending is thread-safe; one thread reads."""
+    process to be a relay. `patient` as `enter`, to come in. Sending is thread-safe; one thread reads."""
 
-    def __init__(self, unique_id: UniqueId, size: int, deadline: float, serve: Callable[[], None]) -> None:
+    def __init__(
+        self, unique_id: UniqueId, size: int, deadline: float, serve: Callable[[], None], *, patient: bool = False
+    ) -> None:
         self._id, self._size, self._serve = unique_id, size, serve
         self._lock = threading.Lock()
         self._asked: dict[int, tuple[Op, bytes]] = {}  # requests without a reply
@@ -173,15 +182,15 @@ class Uplink:
         self._pulse = Pulse()
         self._heard = 0.0
         try:
-            self._connect(deadline, there=False)
+            self._connect(deadline, there=False, patient=patient)
         except BaseException:
             self._pulse.close()
             raise
 
-    def _connect(self, deadline: float, *, there: bool) -> None:
+    def _connect(self, deadline: float, *, there: bool, patient: bool = False) -> None:
         """To the store, which has never heard of this process. `there`: where nobody answers for it, it is gone."""
         self._token, self._stream = os.urandom(TOKEN_BYTES), Stream()
-        self._go(self._come(deadline, again=there))
+        self._go(self._come(deadline, again=there, patient=patient))
 
     @property
     def unique_id(self) -> UniqueId:
@@ -206,11 +215,11 @@ class Uplink:
         """Whether it goes through a relay."""
         return self._behind
 
-    def _come(self, deadline: float, *, again: bool) -> Place:
+    def _come(self, deadline: float, *, again: bool, patient: bool = False) -> Place:
         hosts = hosted_here(self._id.job_id) is not None
         entry = Entry(Kind.MEMBER, self._token, self._size, hosts, self._stream.received)
         pulse = None if hosts else self._pulse  # the store dies with its own process
-        return enter(self._id, entry, deadline, again=again, pulse=pulse)
+        return enter(self._id, entry, deadline, again=again, patient=patient, pulse=pulse)
 
     def _go(self, place: Place) -> None:
         """Send again over this way what the store does not have."""

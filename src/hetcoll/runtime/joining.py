@@ -60,18 +60,17 @@ def come_in(make: Make[C], unique_id: UniqueId, rank: int, size: int, config: Co
     while True:
         with coming_together():
             session = Session(unique_id, rank, size, max(deadline - time.monotonic(), 0.1), joins=True)
+        place: decisions.Place | None = None
         try:
             place = decisions.come(session.control, max(deadline - time.monotonic(), 0.0))
-            try:
-                with coming_together():
-                    return _take(make, session, place, config, deadline)
-            except PeerLostError:  # another newcomer, say: the others try again, and so does this one
-                session.control.close()
-                if time.monotonic() >= deadline:
-                    raise
-        except BaseException:
+            with coming_together():
+                return _take(make, session, place, config, deadline)
+        except BaseException as error:
             session.control.close()
-            raise
+            # Another newcomer, say, with which the others try again; or a store that another one follows.
+            lost = isinstance(error, PeerLostError) and (place is not None or session.control.lost_early)
+            if not lost or time.monotonic() >= deadline:
+                raise
 
 
 def _take(make: Make[C], session: Session, place: decisions.Place, config: Config, deadline: float) -> C:
