@@ -12,7 +12,7 @@ import pytest
 from ranks import Ranks, wait_until
 
 import hetcoll
-from hetcoll.links import wiring
+from hetcoll.links import descriptors
 from hetcoll.runtime import tags
 
 CLOSED = "rank 0 has left|left while it was needed|closed its connection|was lost"
@@ -200,7 +200,7 @@ def _half_made(comm: hetcoll.Communicator, offered: str) -> list[str]:
         raise hetcoll.InitError("it came too late")
 
     folder = Path(offered)
-    wiring.share_fd = share  # type: ignore[assignment]
+    descriptors.share_fd = share  # type: ignore[assignment]
     work = comm.recv(np.zeros(4), 1 - comm.rank, tag=3, async_op=True)
     wait_until((folder / "asked").exists)
     comm.abort("enough")

@@ -201,7 +201,7 @@ def abort_as_others_begin(comm: hetcoll.Communicator) -> float:
         raise comm._diagnosis.error()
 
     if comm.rank == 1:
-        unittest.mock.patch("hetcoll.gpu.shared.receive_fd", give_up).start()
+        unittest.mock.patch("hetcoll.gpu.shared.shared_memory", give_up).start()
     with pytest.raises(AbortedError, match=r"rank 1 called abort\(\): enough"):
         comm.allreduce(array(comm, 100).buffer())
     return time.monotonic() - start

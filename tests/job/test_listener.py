@@ -137,10 +137,10 @@ def test_a_descriptor_reaches_the_ranks_of_this_host() -> None:
     with ThreadPoolExecutor(3) as pool:
         peers = [pool.submit(receive_fd, name, rank, SECRET, 10) for rank in (1, 2)]
         pool.submit(share_fd, name, memory, [1, 2], SECRET, 10).result(15)
-        for fd in (peer.result(5) for peer in peers):
-            assert os.pread(fd, 10, 0) == b"shared"
-            assert not os.get_inheritable(fd)
-            os.close(fd)
+        for file in (peer.result(5) for peer in peers):
+            assert os.pread(file.fileno(), 10, 0) == b"shared"
+            assert not os.get_inheritable(file.fileno())
+            file.close()
     os.close(memory)
 
 

@@ -17,7 +17,7 @@ from ranks import Ranks, elapsed, wait_until
 from thorough import parametrize
 
 import hetcoll
-from hetcoll.links import wiring
+from hetcoll.links import descriptors, wiring
 
 Launch = Callable[..., Ranks]
 TRANSPORTS = parametrize("transport", ["auto", "tcp"], first=1)
@@ -82,7 +82,7 @@ def die_at(comm: hetcoll.Communicator, moment: str) -> None:
     if moment == "before it calls":
         die()
     elif moment == "memory":
-        wiring.share_fd = die
+        descriptors.share_fd = die
     control, exchange = comm._session.control, comm._session.control.exchange_columns
 
     def tell(group: bytes, tag: bytes, *rest: Any) -> Any:

@@ -7,7 +7,6 @@ streams move bytes without looking at them, so ranks compare what they call befo
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -19,7 +18,7 @@ from ..calls.buffers import Buffer
 from ..errors import DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
-from ..links.descriptors import new_name, receive_fd, share_fd
+from ..links.descriptors import new_name, shared_memory
 from ..links.facts import Gpu
 from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
@@ -94,17 +93,9 @@ class GpuShare:
                 raise self._diagnosis.error()
             self._diagnosis.check_present(peers)
 
-        if wiring.rank == locals_[0]:
-            fd = os.memfd_create("hetcoll-slots", os.MFD_CLOEXEC)
-        else:
-            fd = receive_fd(name, wiring.rank, secret, timeout, locals_[0], check)
-        try:
-            if wiring.rank == locals_[0]:
-                os.ftruncate(fd, SlotSegment.nbytes(len(locals_), self.slot_bytes))
-                share_fd(name, fd, locals_[1:], secret, timeout, check)
-            return SlotSegment(fd, len(locals_), self.slot_bytes, device)
-        finally:
-            os.close(fd)
+        nbytes, who = SlotSegment.nbytes(len(locals_), self.slot_bytes), (wiring.rank, locals_)
+        with shared_memory("hetcoll-slots", nbytes, name, *who, secret, timeout, check) as memory:
+            return SlotSegment(memory.fileno(), len(locals_), self.slot_bytes, device)
 
     def entry(self, what: str) -> Note:
         """How a collective is written down, for all ranks of this host."""

@@ -177,12 +177,26 @@ class Diagnosis:
         assert self._engine is not None
         self._engine.fail(kind, peer, text)
         try:
-            blob = json.dumps([kind, peer, text]).encode()
-            verdict = self._session.control.post_verdict(self._group, b"failed", blob, _VERDICT_SECONDS)
-            won = json.loads(verdict.blob)
-            self._settle(self._engine, Kind(won[0]), won[1], won[2])
+            self._settle(self._engine, *self._tell(kind, peer, text))
         except HetcollError:
             self._keep(kind, peer, text)
+
+    def _tell(self, kind: Kind, peer: int, text: str) -> tuple[Kind, int, str]:
+        """The verdict that has won."""
+        blob = json.dumps([kind, peer, text]).encode()
+        verdict = self._session.control.post_verdict(self._group, b"failed", blob, _VERDICT_SECONDS)
+        number, peer, text = json.loads(verdict.blob)
+        return Kind(number), peer, text
+
+    def interrupted(self) -> None:
+        """A signal handler raised here (Ctrl-C): the others must not wait for this rank, nor take that for a goodbye.
+        While the communicator is made some may have it, though this rank has no engine yet."""
+        verdict = Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted"
+        if self._engine is not None:
+            self.post(*verdict)
+            return
+        with contextlib.suppress(HetcollError):
+            self._tell(*verdict)
 
     def _leave_word(self, kind: Kind, peer: int, text: str) -> None:
         """The store does not answer. This rank goes by its own verdict; the others hear of it when the store runs."""

@@ -2,6 +2,9 @@
 
 The descriptor travels over an abstract Unix socket (unix(7), SCM_RIGHTS) whose random name the ranks exchange through
 the store. Both ends must run as the same user (SO_PEERCRED) and prove the job's secret.
+
+Who has a descriptor as a number loses it where Ctrl-C raises between two instructions. So it is a `FileIO` at once: the
+C code of `map` calls nothing between the system's answer and the file, which closes itself when it is dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from io import FileIO
 
 from ..errors import AuthenticationError, InitError, spell_ranks
 from ..rendezvous.connections.auth import (
@@ -29,7 +33,7 @@ from ..rendezvous.connections.sockets import peer_is_us, receive_exactly, send_a
 
 log = logging.getLogger("hetcoll.descriptors")
 
-_RANK = struct.Struct("<I")
+_RANK, _FD = struct.Struct("<I"), struct.Struct("=i")
 _RETRY = 0.01  # seconds between attempts to reach a socket that is not bound yet
 _POLL = 0.05  # seconds between looks at `check`
 
@@ -54,6 +58,31 @@ def host_identity(override: str | None = None) -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+def shared_memory(
+    label: str,
+    nbytes: int,
+    name: str,
+    rank: int,
+    ranks: Sequence[int],
+    secret: bytes,
+    timeout: float,
+    check: Check = _nothing,
+) -> FileIO:
+    """Memory of so many bytes that `ranks`, all of this host, have in common. Collective: the first of them makes it,
+    and hands it to the others. The caller closes it."""
+    if rank != ranks[0]:
+        return receive_fd(name, rank, secret, timeout, ranks[0], check)
+    # A memfd: not limited by the size of /dev/shm, and gone with the last process that maps it.
+    (memory,) = map(FileIO, map(os.memfd_create, (label,), (os.MFD_CLOEXEC,)), ("r+b",))
+    try:
+        os.ftruncate(memory.fileno(), nbytes)
+        share_fd(name, memory.fileno(), ranks[1:], secret, timeout, check)
+        return memory
+    except BaseException:
+        memory.close()
+        raise
 
 
 def share_fd(
@@ -105,7 +134,9 @@ def _hand_over(sock: socket.socket, fd: int, secret: bytes, missing: set[int], d
     return -1
 
 
-def receive_fd(name: str, rank: int, secret: bytes, timeout: float, sharer: int = -1, check: Check = _nothing) -> int:
+def receive_fd(
+    name: str, rank: int, secret: bytes, timeout: float, sharer: int = -1, check: Check = _nothing
+) -> FileIO:
     """The descriptor that rank `sharer` of this host shares under `name` with us, `rank`. The caller closes it.
 
     InitError when nobody shares it within `timeout` seconds; AuthenticationError when the other side has another
@@ -128,7 +159,7 @@ def receive_fd(name: str, rank: int, secret: bytes, timeout: float, sharer: int 
         time.sleep(_RETRY)
 
 
-def _fetch(sock: socket.socket, rank: int, secret: bytes, deadline: float) -> int:
+def _fetch(sock: socket.socket, rank: int, secret: bytes, deadline: float) -> FileIO:
     if not peer_is_us(sock):
         raise AuthenticationError("shared memory: the process that offers it runs as another user")
     greeting = receive_exactly(sock, GREETING.size, deadline)
@@ -137,16 +168,24 @@ def _fetch(sock: socket.socket, rank: int, secret: bytes, deadline: float) -> in
     response = Response(secret, greeting, _RANK.pack(rank))
     send_all(sock, response.claim, deadline)
     wait_ready(sock, select.POLLIN, deadline)
-    verdict, fds, _, _ = socket.recv_fds(sock, VERDICT.size, 1)
+    came: tuple[bytes, list[tuple[int, int, bytes]], int, object] | None = None
+    memory: FileIO | None = None
     try:
-        if len(verdict) != VERDICT.size:
+        (came,) = map(sock.recvmsg, (VERDICT.size,), (socket.CMSG_LEN(_FD.size),), (socket.MSG_CMSG_CLOEXEC,))
+        if len(came[0]) != VERDICT.size:
             raise ConnectionResetError("the process that offers it closed the connection")
-        response.check(verdict)
-        if len(fds) != 1:
+        response.check(came[0])
+        if len(fds := _descriptors(came)) != 1:
             raise ConnectionResetError("no descriptor came")
+        (memory,) = map(FileIO, fds, ("r+b",))
+        return memory
     except BaseException:
-        for fd in fds:
+        for fd in _descriptors(came) if came is not None and memory is None else ():
             os.close(fd)
         raise
-    os.set_inheritable(fds[0], False)
-    return fds[0]
+
+
+def _descriptors(came: tuple[bytes, list[tuple[int, int, bytes]], int, object]) -> list[int]:
+    """Those that came with a message."""
+    rights = (data for level, kind, data in came[1] if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS))
+    return [fd for data in rights for (fd,) in _FD.iter_unpack(data[: len(data) - len(data) % _FD.size])]

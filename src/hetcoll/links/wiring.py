@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from ..errors import ArgumentError, ClosedError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import Topology
 from ..rendezvous.control import ControlClient
-from .descriptors import receive_fd, share_fd
+from .descriptors import shared_memory
 from .edges import Address, EdgeKey, Request, unpack_addresses
 from .facts import Facts, check_digests
 from .introduction import Introduction, Introductions, Process, Reach, read_cards
@@ -159,24 +158,14 @@ class Wiring:
 
     def _attach_shm(self, name: str, heap: int) -> None:
         ring = ring_bytes(len(self.locals), self._config.shm_bytes)
-        secret = self._control.unique_id.secret
+        stores, reads = SHM_STORES.index(self._config.shm_stores), SHM_READ.index(self._config.shm_read)
+        nbytes, who = _native.shm_bytes(len(self.locals), ring, heap), (self.rank, self.locals)
 
         def check(ranks: Collection[int]) -> None:
             self._control.check_present(self.group, ranks)
 
-        if self.rank == self.locals[0]:
-            # A memfd: not limited by the size of /dev/shm, and gone with the last process that maps it.
-            fd = os.memfd_create("hetcoll", os.MFD_CLOEXEC)
-        else:
-            fd = receive_fd(name, self.rank, secret, self._left(), self.locals[0], check)
-        try:
-            if self.rank == self.locals[0]:
-                os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring, heap))
-                share_fd(name, fd, self.locals[1:], secret, self._left(), check)
-            stores, reads = SHM_STORES.index(self._config.shm_stores), SHM_READ.index(self._config.shm_read)
-            self.engine.attach_shm(fd, ring, heap, self.locals, stores, reads)
-        finally:
-            os.close(fd)
+        with shared_memory("hetcoll", nbytes, name, *who, self.secret, self._left(), check) as memory:
+            self.engine.attach_shm(memory.fileno(), ring, heap, self.locals, stores, reads)
 
     def exchange(self, label: str, blob: bytes, timeout: float) -> list[bytes]:
         """Every rank's `blob`, by rank, past the engine. A collective call; each has another label."""

@@ -132,7 +132,7 @@ class Core:
         deadline = time.monotonic() + timeout
         with contextlib.ExitStack() as undo:
             session.join(group, rank, size, diagnosis.on_event, timeout)
-            undo.callback(session.leave, group)
+            undo.push(self._leave_unmade)
             left, patience = deadline - time.monotonic(), min(PATIENCE, config.timeout)
             self.wiring = wiring = Wiring(session.control, group, rank, size, config, left, patience)
             undo.callback(wiring.close)
@@ -145,7 +145,7 @@ class Core:
             host = self.host = HostExecutor(owner, *parts, config.timeout)
             # Weakly, since the engine must not keep its communicator alive.
             self.engine.set_ops(
-                OP_LABELS, DONE, _weakly(owner._stuck), _weakly(host.interrupted), _weakly(self.log_news)
+                OP_LABELS, DONE, _weakly(owner._stuck), _weakly(diagnosis.interrupted), _weakly(self.log_news)
             )
             diagnosis.attach(self.engine, host.reporter)
             diagnosis.warn_after = config.warn_after
@@ -180,6 +180,12 @@ class Core:
             name = group.decode() if group == WORLD else group.hex()[:6]
             log.info("communicator %s: %s", name, wiring.topology.line())
         log.debug("rank %d of %d: %s", rank, size, wiring.topology)
+
+    def _leave_unmade(self, kind: type[BaseException] | None, *_: object) -> None:
+        """What makes a communicator has failed. Others may have it by now."""
+        if kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit):
+            self.diagnosis.interrupted()
+        self.session.leave(self.group)
 
     # Running calls.
 

@@ -286,10 +286,6 @@ class HostExecutor:
         if self._engine.failed:
             raise self._diagnosis.error()
 
-    def interrupted(self) -> None:
-        """A signal handler raised inside a call (Ctrl-C): the others must not wait for this rank."""
-        self._diagnosis.post(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
-
     def _owner(self) -> Waiter:
         owner = self._owner_ref()
         assert owner is not None, "it is in a call"
@@ -380,7 +376,7 @@ class HostExecutor:
     def give_up(self) -> None:
         """A signal handler raised while a call was under way: nothing may touch its memory any more, nobody wait."""
         self._engine.fail(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
-        self.interrupted()
+        self._diagnosis.interrupted()
 
     def stuck(self, status: _native.Status) -> None:
         """The fast path's second half, when a call was not complete in time: waits on, or raises."""

@@ -373,7 +373,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         name = name_of(parent.group, "windows")
         with while_whole(parent, name):
             carrier = make(name, list(range(parent.size)), parent.config.init_timeout)
-        return OneSided(carrier._core, carrier.close)
+            return OneSided(carrier._core, carrier.close)
 
     side = parent.rider(OneSided, begin)
     side.core.host.check_usable()

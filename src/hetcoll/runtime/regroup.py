@@ -60,8 +60,8 @@ def split(core: Core, color: int | None, key: int, compress: str | None, make: M
     name = name_of(core.group, f"split {core.splits} {color}")
     with while_whole(core, name):
         part = make(name, members, core.config.init_timeout, form)
-    part._core.epoch = core.epoch
-    return part
+        part._core.epoch = core.epoch
+        return part
 
 
 def _members(core: Core, color: int | None, key: int) -> list[int]:

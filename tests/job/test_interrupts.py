@@ -1,0 +1,129 @@
+"""Ctrl-C in a call: the others are told that this rank was interrupted, also while it makes a communicator.
+
+After each of these tests `launch` sees to it that no thread, descriptor, mapping, child or process is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Ranks, wait_until
+from thorough import parametrize
+
+import hetcoll
+from hetcoll.runtime import core, one_sided
+
+Launch = Callable[..., Ranks]
+TRANSPORTS = parametrize("transport", ["auto", "tcp"], first=1)
+
+
+def say(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except hetcoll.HetcollError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def interrupt_while_asking(comm: hetcoll.Communicator) -> tuple[str, bool]:
+    """The signal comes while the call asks what the others do, and not while the engine waits."""
+    x = np.ones(4, np.float32)
+    comm.allreduce(x)
+    if comm.rank == 0:
+        return "", True
+    asked = comm._session.control.query
+
+    def query(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return asked(*args)
+
+    comm._session.control.query = query  # type: ignore[method-assign]
+    try:
+        comm.allreduce(x)
+    except KeyboardInterrupt:
+        return say(lambda: comm.allreduce(x)), comm._engine.failed
+    return "nothing", comm._engine.failed
+
+
+def interrupt_while_splitting(comm: hetcoll.Communicator) -> str:
+    """Rank 2 is interrupted once all have met in the new group, which others may have in the end or not."""
+    control = comm._session.control
+    exchange = control.exchange_columns
+
+    def interrupted(group: bytes, tag: bytes, *rest: Any) -> Any:
+        told = exchange(group, tag, *rest)
+        if group != comm._group:
+            raise KeyboardInterrupt
+        return told
+
+    if comm.rank == 2:
+        control.exchange_columns = interrupted  # type: ignore[method-assign]
+    try:
+        comm.split(0)
+        comm.barrier()
+    except KeyboardInterrupt:
+        return f"interrupted, {comm._engine.failed}"
+    except hetcoll.HetcollError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@TRANSPORTS
+def test_ctrl_c_while_a_split_is_made(launch: Launch, transport: str) -> None:
+    *others, two = launch(3, HETCOLL_TRANSPORT=transport).run(interrupt_while_splitting)
+    assert two == "interrupted, True"
+    assert others == ["AbortedError: rank 2 was interrupted"] * 2
+
+
+@TRANSPORTS
+def test_ctrl_c_while_a_call_asks_the_others(launch: Launch, transport: str) -> None:
+    zero, one = launch(2, HETCOLL_TRANSPORT=transport).run(interrupt_while_asking)
+    assert zero == ("", True)
+    assert one == ("AbortedError: rank 1 was interrupted", True)
+
+
+def interrupt_when_others_have_it(comm: hetcoll.Communicator, what: str, ready: Path) -> str:
+    """Rank 2 is interrupted at the end of a call that makes a communicator; the others are about to use theirs."""
+
+    def interrupted(*args: Any) -> Any:
+        wait_until(lambda: len(list(ready.iterdir())) == 2, 20)
+        raise KeyboardInterrupt
+
+    begin = one_sided.OneSided.__init__
+
+    def begin_ready(*args: Any) -> None:
+        (ready / str(comm.rank)).touch()
+        begin(*args)
+
+    if comm.rank == 2:
+        core.Activity = interrupted  # type: ignore[assignment,misc]
+    else:
+        one_sided.OneSided.__init__ = begin_ready  # type: ignore[method-assign]
+
+    def use() -> None:
+        if what == "window":
+            comm.window(np.ones(4)).put(np.ones(4), 2)
+            return
+        part = comm.split(0)
+        assert part is not None
+        (ready / str(comm.rank)).touch()
+        part.barrier()
+
+    try:
+        return f"{say(use)}; {say(comm.barrier)}"
+    except KeyboardInterrupt:
+        return f"interrupted, {comm._engine.failed}"
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("what", ["split", "window"])
+def test_ctrl_c_at_the_end_of_what_others_have_made(launch: Launch, what: str, transport: str, tmp_path: Path) -> None:
+    *others, two = launch(3, HETCOLL_TRANSPORT=transport).run(interrupt_when_others_have_it, what, tmp_path)
+    assert two == "interrupted, True"
+    assert others == ["AbortedError: rank 2 was interrupted; AbortedError: rank 2 was interrupted"] * 2
