@@ -235,6 +235,19 @@ def test_who_was_left_behind_hears_it_from_the_next_store() -> None:
     assert [client.behind for client in job.alive] == [False, False, False, True]
 
 
+def test_who_knows_that_it_was_left_behind_does_not_go_on_alone() -> None:
+    """Where the others have ended since, the next store knows it from this one only."""
+    now = [0.0]
+    groups, client = Groups(lambda: now[0], succeeds=(1, 2.0)), Client(1, 2)
+    client.membership.formed = client.membership.joined = True
+    client.membership.hear(Op.LOST, [U32.pack(1), b"the others went on without it"], b"")
+    return_to(groups, client)
+    groups.handle(client, Frame(Op.SHRINK, 0, 3, pack([WORLD, U32.pack(1), F64.pack(1.0)])))
+    now[0] = 3.0
+    groups.tick()
+    assert [frame.status for frame in client.inbox if frame.op == Op.REPLY] == [Status.REFUSED]
+
+
 @pytest.mark.parametrize("succeeds", [(0, 0.0), (1, 2.0)])
 def test_who_comes_when_the_others_have_gone_on_and_closed_is_left_behind(succeeds: tuple[int, float]) -> None:
     """A store that forgot a group because all had left it does not begin it anew for one that was cut off meanwhile."""

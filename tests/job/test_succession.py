@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -18,12 +19,14 @@ import pytest
 from losing import await_stopped, found, lose, work, works
 from ports import free_port
 from ranks import Ranks, elapsed, wait_until
+from resetting import reset
 from thorough import parametrize
 
 import hetcoll
 from hetcoll.config.env import Config
 from hetcoll.rendezvous import succession, uplink
 from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.connections import sockets
 from hetcoll.rendezvous.control import ControlClient
 from hetcoll.rendezvous.protocol.news import Event, StoreLost
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
@@ -238,3 +241,56 @@ def test_a_store_that_fell_silent_may_have_gone_on_before_it_died(sure: bool) ->
     member._order = [(("127.0.0.1", free_port()),)]
     assert member.find(lost, StoreLost("connection timed out", False, sure), lambda: False) is None
     assert member.certain is sure
+
+
+def test_a_store_that_ends_while_it_is_come_back_to_may_have_gone_on_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was silent, served again, and had ended before this process was there."""
+    lost = UniqueId((("127.0.0.1", free_port()),), bytes(16), bytes(32))
+    member = succession.Succession(hosts=False)
+    member._order = [(("127.0.0.1", free_port()),)]
+    with monkeypatch.context() as patch:
+        patch.setattr(succession, "_serves", lambda *_: True)
+        assert member.find(lost, StoreLost("connection timed out", False, sure=False), lambda: False) is lost
+    assert member.find(lost, StoreLost("connection refused", False), lambda: False) is None
+    assert not member.certain
+
+
+def test_a_store_that_has_gone_on_without_this_process_has_not_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it says so, or nothing came for so long that it may have: then its end tells nothing of the others."""
+    for silence, reason in (
+        (0.0, "the job has gone on without this process"),
+        (60.0, "connection reset by peer, and 60 s before that its host fell silent"),
+    ):
+        seen = list[Event]()
+        unique_id = get_unique_id(Config(linger=0), loopback=True)
+        server = store._hosted[unique_id.job_id]
+        monkeypatch.setattr(uplink, "hosted_here", lambda _: None)
+        monkeypatch.setattr(uplink, "silent_for", lambda _, seconds=silence: seconds)
+        client = ControlClient(unique_id, 0, 1, 10, lambda _, event, seen=seen: seen.append(event))
+        (node,) = server._tree._nodes.values()
+        connection = node.connection
+        assert connection is not None
+        if silence:
+            server._acceptor.close()  # nobody listens any more
+        else:
+            del server._tree._nodes[node.entry.token]  # as where it was lost
+        reset(connection.sock)
+        assert wait_until(lambda seen=seen: seen)[0] == StoreLost(reason, False, sure=False)
+        client.close()
+        server.close()
+
+
+def test_a_host_that_vanished_before_the_connection_ended_fell_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sock = stack.enter_context(socket.create_connection(listener.getsockname()))
+        peer = stack.enter_context(listener.accept()[0])
+        acknowledged = time.monotonic()
+        monkeypatch.setattr(sockets, "_KEEP_ALIVE", 0.1)
+        assert wait_until(lambda: sockets.silent_for(sock)) <= time.monotonic() - acknowledged + 0.1
+        reset(peer)
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+        assert sockets.silent_for(sock) > 0.2
+        monkeypatch.setattr(sockets, "_KEEP_ALIVE", 5)
+        assert sockets.silent_for(sock) == 0.0

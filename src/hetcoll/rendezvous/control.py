@@ -26,7 +26,7 @@ from .protocol.news import Handler, StoreLost, Verdict
 from .protocol.unique_id import UniqueId, hosted_here
 from .protocol.wire import F64, NOBODY, U32, WORLD, Frame, Op, pack
 from .succession import SECONDS, Succession
-from .uplink import Uplink
+from .uplink import RefusedError, Uplink
 
 if TYPE_CHECKING:
     from .relay import Relay
@@ -335,8 +335,7 @@ class ControlClient:
                     return StoreLost("its process ended in order", True)
                 self._dispatch(frame)
         except (OSError, HetcollError, struct.error, ValueError) as error:
-            unsure = isinstance(error, CommunicationError) or (isinstance(error, OSError) and error.errno in SILENT)
-            return StoreLost(spell_error(error), False, not unsure)
+            return _lost(error)
         return StoreLost("the connection ended", False)
 
     def _go_on(self, end: StoreLost) -> bool:
@@ -362,7 +361,7 @@ class ControlClient:
                 self._uplink.move(home, pack((*mine, pasts)), deadline)
                 return True
             except (OSError, HetcollError) as error:
-                end = StoreLost(spell_error(error), False)
+                end = _lost(error)
         return False
 
     def _part_with_host(self, end: StoreLost) -> None:
@@ -403,3 +402,8 @@ class ControlClient:
         self._part_with_host(end)
         for membership in list(self._groups.values()):
             membership.tell(end)
+
+
+def _lost(error: Exception) -> StoreLost:
+    unsure = isinstance(error, CommunicationError | RefusedError) or getattr(error, "errno", None) in SILENT
+    return StoreLost(spell_error(error), False, not unsure)

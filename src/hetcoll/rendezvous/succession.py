@@ -85,10 +85,11 @@ class Succession:
         if not self._order:
             return None
         if not end.orderly:
+            self._certain = self._certain and end.sure  # also where it serves as yet: it may end before we are there
             found = _look(lost)
             if found is _Found.SERVES:
                 return lost
-            self._certain = self._certain and end.sure and found is _Found.DEAD
+            self._certain = self._certain and found is _Found.DEAD
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline and not stopped():
             silent = False

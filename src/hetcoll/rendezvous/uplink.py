@@ -23,7 +23,7 @@ from ..errors import CommunicationError, HetcollError, InitError, parser
 from .connections.probe import connect_relay, connect_store
 from .connections.pulse import Places, Pulse
 from .connections.secure import Socket
-from .connections.sockets import broke, close_hard, receive, send_all, spell_error, wait_ready
+from .connections.sockets import broke, close_hard, receive, send_all, silent_for, spell_error, wait_ready
 from .protocol.streams import Stream
 from .protocol.unique_id import UniqueId, hosted_here
 from .protocol.wire import U32, U64, Frame, FrameReader, Op, Status, header, pack, read_count, unpack
@@ -45,6 +45,10 @@ class Kind(IntEnum):
 
     MEMBER = 0
     RELAY = 1
+
+
+class RefusedError(InitError):
+    """The store is there, and does not let this process in."""
 
 
 class Entry(NamedTuple):
@@ -159,7 +163,7 @@ def _knock(sock: socket.socket, entry: Entry, deadline: float) -> tuple[Frame, F
                 raise ConnectionResetError("it closed the connection")
             for frame in reader.feed(data or b""):
                 if frame.op == Op.REPLY and frame.status != Status.OK:
-                    raise InitError(frame.body.decode())
+                    raise RefusedError(frame.body.decode())
                 if frame.op in (Op.WELCOME, Op.GO):
                     return frame, reader
                 again = again or frame.op == Op.RESYNC  # it may have been lost with the relay's way to the store
@@ -283,15 +287,20 @@ class Uplink:
             self.sock.shutdown(socket.SHUT_RD)
 
     def frames(self) -> Iterator[Frame]:
-        """What comes; raises where the store ends, is lost or cannot be reached."""
+        """What comes; raises where the store ends, is lost or cannot be reached: a CommunicationError, or RefusedError,
+        where others may have gone on without this process."""
         came = b""  # some came with the welcome
         while True:
             try:
                 yield from self._whole(came)
                 came = self._read() or b""
             except OSError as error:
+                silence = silent_for(self.sock)
                 if self._over or not self._come_again(error):  # a goodbye is sent again, too
-                    raise
+                    if not silence:
+                        raise
+                    text = f"{spell_error(error)}, and {silence:.3g} s before that its host fell silent"
+                    raise CommunicationError(text) from error
                 came = b""
 
     def _come_again(self, error: OSError) -> bool:
@@ -305,6 +314,8 @@ class Uplink:
                 place = self._come(deadline, again=True)
                 with self._lock:
                     self._go(place)
+            except RefusedError as failure:
+                raise failure from error
             except HetcollError as failure:
                 log.info("there is no other way to the store: %s", spell_error(failure))
                 return False

@@ -24,6 +24,8 @@ _KEEP_ALIVE = 5  # seconds: between probes of an idle connection
 _USER_TIMEOUT = 30  # seconds without an acknowledgement until the peer's host counts as lost
 SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 """What ends a connection to a peer that may live."""
+_TCP_INFO = struct.Struct("8B24I")  # linux/tcp.h, of which the last ones are:
+_LAST_ACK_RECV = 20  # milliseconds
 _NAME = 16  # bytes of a congestion control's name
 _UCRED = struct.Struct("3i")
 _HARD = struct.pack("ii", 1, 0)  # of SO_LINGER
@@ -53,6 +55,17 @@ def close_hard(sock: socket.socket) -> None:
 def broke(error: Exception) -> bool:
     """Whether the system says that a connection broke, which both of its ends may survive; else one ended it."""
     return isinstance(error, OSError) and error.errno is not None
+
+
+def silent_for(sock: socket.socket) -> float:
+    """Seconds since the peer's host acknowledged something, if these are more than where both live, who hear of each
+    other every _KEEP_ALIVE seconds; else 0. The end of a connection acknowledges nothing."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        seconds = float(_TCP_INFO.unpack(info)[_LAST_ACK_RECV]) / 1000
+    except (OSError, struct.error):  # it is closed, or no TCP
+        return 0.0
+    return seconds if seconds > 2 * _KEEP_ALIVE else 0.0
 
 
 def peer_is_us(sock: socket.socket) -> bool:

@@ -245,6 +245,9 @@ class Returns:
         if len(past.name) > MAX_ID or past.rank >= past.size:
             raise RefusedError(f"rank {past.rank} of {past.size} of a group: wanted a rank below the size")
         self._begun = True
+        if past.gone.get(past.rank):  # it was left behind at the store before this one, where nobody may be by now
+            self._leave_behind(member, past.name, past.rank)
+            return None
         group = self._find(past.name, past.size, new=past.size == 1 or past.size > self._complete)
         if group is None:
             self._leave_behind(member, past.name, past.rank)
