@@ -91,6 +91,8 @@ class Lane:
             return "fakes of GPUs' drivers"
         if program.rdma and not Path("/sys/class/infiniband/rxe3").exists():
             return "RDMA devices, as tests/verbs/guest.py has them"
+        if program.attack.kind == "resets" and os.geteuid() != 0:
+            return "CAP_NET_ADMIN"
         if program.attack.kind not in NETWORK:
             return self._play(program, None)
         if netns.why_not():

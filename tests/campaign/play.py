@@ -16,6 +16,7 @@ from typing import Any
 
 from netns import Network
 from ranks import wait_until
+from resetting import destroy, own_connections
 
 import hetcoll
 
@@ -208,6 +209,23 @@ class Player:
 
     def _interrupt(self, comm: Comm, step: Step) -> None:
         self._later(lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    def _resets(self, comm: Comm, step: Step) -> None:
+        times, pause = map(float, self.program.attack.how.split())
+        draw = random.Random(f"{self.program.seed} on rank {self.rank}")
+
+        def run() -> None:
+            try:
+                for _ in range(int(times)):
+                    with contextlib.ExitStack() as stack:
+                        found = [stack.enter_context(each) for each in own_connections()]
+                        if found:
+                            destroy(draw.choice(found))
+                    time.sleep(pause / 1000)
+            except OSError as error:
+                self.report.problem = shorten(error)
+
+        self._later(run)
 
     def _late(self, comm: Comm, step: Step) -> None:
         time.sleep(0.05)

@@ -85,6 +85,7 @@ CUT = {
     "partition": 4,
 }  # a network is cut: one of two; both, for longer than the timeout; for ever
 HARMLESS = {"slow": 4, "lossy": 4, "blink": 4, "nothing": 280, "links": 110, "pause": 60, "signals": 60, "late": 40}
+HARMLESS["resets"] = 0  # of TCP connections, those to the store too: of those to which nothing was to be done, below
 LOSING = {"kill": 70, "exit": 20, "raise": 60, "close": 40}  # victims are gone for the others
 FAILING = {"abort": 65, "mismatch": 55, "interrupt": 45}  # all ranks live, and all calls fail
 WAITING = {"absent": 3, "stop": 2}  # the same, when the timeout is over
@@ -102,6 +103,9 @@ def draw(seed: int, only: str = "") -> Program:
     size = rng.choices(range(2, 9), (40, 33, 15, 5, 3, 2, 2))[0]
     size = min(size, 4) if rdma else size
     kind = rng.choices(list(ATTACKS), ATTACKS.values())[0]
+    resetting = random.Random(f"{seed} is reset")
+    if kind == "nothing" and resetting.random() < 0.2:
+        kind = "resets"
     kind = random.Random(f"{seed} over RDMA").choice(RDMA) if rdma else only or kind
     devices = _devices(rng, size, kind)
     hosts, env = _links(rng, size, kind, devices)
@@ -113,6 +117,10 @@ def draw(seed: int, only: str = "") -> Program:
     attack = Attack(kind, _victims(rng, size, kind), rng.randrange(len(steps)), _delay(rng, kind))
     if kind in NETWORK:
         attack = _network_attack(rng, hosts, attack)
+    if kind == "resets":
+        some = tuple(sorted(resetting.sample(range(size), resetting.randint(1, size))))
+        how = f"{resetting.randint(1, 30)} {resetting.choice((0.5, 2, 20))}"  # times, and milliseconds between them
+        attack = replace(attack, victims=some, delay=resetting.random() * 0.01, how=how)
     if kind == "cables":
         attack = replace(attack, how=" ".join(rng.sample(("veth0", "veth1", "veth2", "veth3"), rng.randint(1, 3))))
         # Communicators that are made meanwhile may find no port.
@@ -125,7 +133,7 @@ def draw(seed: int, only: str = "") -> Program:
         steps = (Step("fence"), *(Step("look", (0,)) if step.what == "agree" else step for step in steps))
         attack = replace(attack, at=attack.at + 1)
     newcomers = 0
-    if kind == "nothing" and rng.random() < 0.1:
+    if kind in ("nothing", "resets") and rng.random() < 0.1:
         newcomers = rng.randint(1, 2)
     elif kind in LOSING and rng.random() < 0.4:
         newcomers = len(attack.victims)
@@ -137,7 +145,7 @@ _RDMA = {"HETCOLL_TRANSPORT": "verbs", "HETCOLL_IB_BYTES": "128K", "HETCOLL_IB_T
 
 def _devices(rng: random.Random, size: int, kind: str) -> str:
     """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`."""
-    if rng.random() >= 0.02 or size > 4 or kind in {"links", "interrupt", "cables", *PERHAPS, *NETWORK}:
+    if rng.random() >= 0.02 or size > 4 or kind in {"links", "resets", "interrupt", "cables", *PERHAPS, *NETWORK}:
         return "c" * size
     return "".join(rng.choice("nnaac") for _ in range(size))
 

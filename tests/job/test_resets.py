@@ -303,8 +303,10 @@ def test_who_does_not_come_back_is_lost(unique_id: UniqueId, monkeypatch: pytest
         process.send_signal(signal.SIGCONT)
 
 
-def test_whose_host_does_not_answer_is_lost(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_ANSWER", 0.5)
+@contextlib.contextmanager
+def beside_silent(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Events, threading.Event]]:
+    """What rank 0 hears of rank 1, whose connection was reset, and whose pulse neither answers nor refuses. It comes
+    back when the event is set."""
     monkeypatch.setattr(uplink, "hosted_here", lambda _: None)
     clients, events = join_all(unique_id, 2)
     come, over = clients[1]._uplink._come, threading.Event()
@@ -325,11 +327,29 @@ def test_whose_host_does_not_answer_is_lost(unique_id: UniqueId, monkeypatch: py
         node = node_of(unique_id, 1)
         node.entry = node.entry._replace(addresses=(full.getsockname(),))
         reset(end_of(unique_id, 1))
-        lost = events[0].wait_for(lambda e: isinstance(e, Lost))
-        assert isinstance(lost, Lost)
-        assert "and its host does not answer" in lost.reason
+        yield events[0], over
     over.set()
     in_parallel([client.close for client in clients])
+
+
+def test_whose_host_does_not_answer_is_lost(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "_ANSWER", 0.5)
+    with beside_silent(unique_id, monkeypatch) as (events, _):
+        lost = events.wait_for(lambda e: isinstance(e, Lost))
+        assert isinstance(lost, Lost)
+        assert "and its host does not answer" in lost.reason
+
+
+def test_a_pulse_that_is_reset_too_is_felt_again(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    with beside_silent(unique_id, monkeypatch) as (events, over):
+        node, patients = node_of(unique_id, 1), store._hosted[unique_id.job_id]._tree.pulses._patients
+        for _ in range(3):
+            felt = wait_until(lambda: [each.sock for each in patients.values() if each.sock is not None])[0]
+            reset(felt)
+            wait_until(lambda felt=felt: all(each.sock is not felt for each in patients.values()))  # type: ignore[misc]
+        over.set()
+        wait_until(lambda: node.connection)
+        assert not [event for event in events.seen if isinstance(event, Lost)]
 
 
 def test_a_goodbye_over_a_connection_that_is_reset_is_one(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:

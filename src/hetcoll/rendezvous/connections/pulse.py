@@ -27,6 +27,7 @@ _REST = 0.1  # seconds in which a process is felt once, however often somebody c
 _AT_ONCE = 256  # connections that are let go in a turn
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.25  # seconds until a process is felt again, doubling
 _ANSWER = 3.0  # seconds that its host has
+_RESET = {errno.ECONNRESET, errno.ECONNABORTED}  # as the connection to the store was: that says nothing of the process
 
 Places = tuple[tuple[str, int], ...]
 
@@ -166,7 +167,7 @@ class Pulses:
         code = code or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not code and is_itself(sock):
             code = errno.ECONNREFUSED
-        if not code:
+        if not code or code in _RESET:
             self._let_go(patient)
             patient.due = time.monotonic() + patient.pause
             patient.pause = min(2 * patient.pause, _LAST_PAUSE)
