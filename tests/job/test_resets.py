@@ -340,6 +340,30 @@ def test_whose_host_does_not_answer_is_lost(unique_id: UniqueId, monkeypatch: py
         assert "and its host does not answer" in lost.reason
 
 
+def test_a_pulse_that_is_reset_when_it_was_felt_costs_the_store_nothing(
+    unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the kernel's word that it connected and the look at whom it connected to."""
+    judge, broken = pulse.Pulses._judge, list[bytes]()
+
+    def judge_late(self: pulse.Pulses, token: bytes, patient: pulse._Patient, code: int = 0) -> None:
+        if patient.sock is not None:
+            assert patient.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+            reset(patient.sock)
+            patient.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # the kernel tells it once
+            broken.append(token)
+        judge(self, token, patient, code)
+
+    monkeypatch.setattr(pulse.Pulses, "_judge", judge_late)
+    with beside_stopped(unique_id) as (client, events, process):
+        reset(end_of(unique_id, 1))
+        wait_until(lambda: len(broken) > 2)
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: node_of(unique_id, 1).connection)
+        assert client.query(WORLD, b"?", 10) == {0: b"answer of 0", 1: b"here"}
+        assert not [event for event in events.seen if isinstance(event, Lost | StoreLost)]
+
+
 def test_a_pulse_that_is_reset_too_is_felt_again(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
     with beside_silent(unique_id, monkeypatch) as (events, over):
         node, patients = node_of(unique_id, 1), store._hosted[unique_id.job_id]._tree.pulses._patients

@@ -116,7 +116,10 @@ def is_itself(sock: socket.socket) -> bool:
 
     Its closing leaves nothing behind: in TIME-WAIT it would keep the port from whoever wants to listen there.
     """
-    if sock.getsockname() != sock.getpeername():
+    try:
+        if sock.getsockname() != sock.getpeername():
+            return False
+    except OSError:  # it was reset since it connected
         return False
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HARD)
     return True
