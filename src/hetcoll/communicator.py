@@ -615,7 +615,11 @@ class Communicator:
         """
         if not self._closed:
             self._closed = self._host.closed = True
-            self._give_back()
+            try:
+                self._give_back()
+            except (KeyboardInterrupt, SystemExit):  # of a signal handler: nobody closes it a second time
+                lifetime.drop(self._give_back)
+                raise
 
     def __enter__(self) -> Self:
         return self

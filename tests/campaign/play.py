@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from interrupting import interrupt_at
 from netns import Network
 from ranks import wait_until
 from resetting import destroy, own_connections
@@ -177,6 +179,7 @@ class Player:
     def _await_attack(self) -> None:
         """Before the end of the steps what was to happen must have happened."""
         self._join()
+        sys.setprofile(None)
         while self.victim and self.program.attack.kind == "interrupt":  # Python ignores what is raised in a finalizer
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGINT)
@@ -208,7 +211,10 @@ class Player:
         run(comm, Step("calls", ([(other, False)], *rest)))
 
     def _interrupt(self, comm: Comm, step: Step) -> None:
-        self._later(lambda: os.kill(os.getpid(), signal.SIGINT))
+        if self.program.attack.how:
+            interrupt_at(int(self.program.attack.how))
+        else:
+            self._later(lambda: os.kill(os.getpid(), signal.SIGINT))
 
     def _resets(self, comm: Comm, step: Step) -> None:
         times, pause = map(float, self.program.attack.how.split())

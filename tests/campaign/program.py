@@ -132,6 +132,9 @@ def draw(seed: int, only: str = "") -> Program:
         # Who still agrees as a step would meet those that agree on what to do next; and all are to have a communicator.
         steps = (Step("fence"), *(Step("look", (0,)) if step.what == "agree" else step for step in steps))
         attack = replace(attack, at=attack.at + 1)
+    placed = random.Random(f"{seed} is placed")
+    if kind == "interrupt" and placed.random() < 0.5:
+        attack = replace(attack, how=f"{10 ** (3.5 * placed.random()):.0f}")  # places later, in place of a delay
     newcomers = 0
     if kind in ("nothing", "resets") and rng.random() < 0.1:
         newcomers = rng.randint(1, 2)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from interrupting import interrupt_at
 from ranks import Ranks, wait_until
 from thorough import parametrize
 
@@ -127,3 +129,30 @@ def test_ctrl_c_at_the_end_of_what_others_have_made(launch: Launch, what: str, t
     *others, two = launch(3, HETCOLL_TRANSPORT=transport).run(interrupt_when_others_have_it, what, tmp_path)
     assert two == "interrupted, True"
     assert others == ["AbortedError: rank 2 was interrupted; AbortedError: rank 2 was interrupted"] * 2
+
+
+def interrupt_while_closing(comm: hetcoll.Communicator, counts: list[int]) -> int:
+    """At certain places, each in a communicator of its own; how often rank 0 was."""
+    interrupted = 0
+    for count in counts:
+        part = comm.split(0)
+        assert part is not None
+        part.window(np.ones(4))
+        part.barrier()
+        try:
+            if comm.rank == 0:
+                interrupt_at(count)
+            part.close()
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.setprofile(None)
+        assert part.closed
+    comm.barrier()
+    return interrupted
+
+
+def test_ctrl_c_in_close_leaves_nothing(launch: Launch) -> None:
+    """As `launch` sees."""
+    counts = [2, 3, 4, 8, 16, 32, 64, 128]  # at the first one it has not begun
+    assert launch(2).run(interrupt_while_closing, counts) == [len(counts), 0]
