@@ -268,6 +268,30 @@ def test_what_came_counts_once_where_the_word_for_it_breaks(
     client.close()
 
 
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_ctrl_c_in_the_middle_of_a_frame_costs_a_connection(
+    unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """The rest of the frame would be missing, or its number; over the next connection it comes as a whole."""
+    monkeypatch.setattr(uplink, "hosted_here", lambda _: None)
+    clients, events = join_all(unique_id, 2)
+    before, send_all = end_of(unique_id, 1), uplink.send_all
+
+    def interrupted(sock: socket.socket, data: bytes, deadline: float) -> None:
+        monkeypatch.setattr(uplink, "send_all", send_all)
+        send_all(sock, data[: len(data) * part // 2], deadline)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uplink, "send_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        clients[1].put(b"first", b"value", 10)
+    clients[1].put(b"second", b"value", 10)
+    assert [clients[0].get(key, 10) for key in (b"first", b"second")] == [b"value"] * 2
+    assert end_of(unique_id, 1) is not before
+    assert not [event for each in events for event in each.seen]
+    in_parallel([client.close for client in clients])
+
+
 def test_who_is_killed_with_news_unread_is_named_at_once(unique_id: UniqueId) -> None:
     """The kernel resets the connection then, as a firewall would."""
     with beside_stopped(unique_id) as (client, events, process):

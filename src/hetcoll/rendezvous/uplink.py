@@ -250,6 +250,9 @@ class Uplink:
                 patient = isinstance(error, TimeoutError) and not broke(error)  # not the system's, which gave it up
                 if self.closing or self._over or (patient and not self._behind):
                     raise
+            except (KeyboardInterrupt, SystemExit):  # of a signal handler, in the middle of a frame, or before it
+                self._leave_way()
+                raise
 
     def forget(self, request: int) -> None:
         """Nobody waits for this reply any more."""
