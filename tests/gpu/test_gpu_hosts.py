@@ -182,10 +182,10 @@ def cut_a_socket(comm: hetcoll.Communicator) -> None:
     fds: list[int] = []
     sockets = Wiring.sockets
 
-    def record(*args: Any) -> dict[tuple[int, int], list[int]]:
-        made = sockets(*args)
-        fds.extend(fd for each in made.values() for fd in each)
-        return made
+    def record(*args: Any) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        for edge, each in sockets(*args):
+            fds.extend(each)
+            yield edge, each
 
     Wiring.sockets = record  # type: ignore[method-assign]
     array = DeviceArray.of(device_of_rank(comm.rank), np.ones(1_000_000, np.float32))

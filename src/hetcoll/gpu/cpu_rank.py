@@ -194,7 +194,7 @@ class _Links:
         wiring, waiting = self._wiring, self._waiting.now
         assert waiting is not None
         far = {edge: 1 for edge in missing if self._far(edge[0])}
-        for (peer, channel), fds in wiring.sockets(far, timeout, waiting[1]).items():
+        for (peer, channel), fds in wiring.sockets(far, timeout, waiting[1]):
             if self._way(peer) == "staged-rdma":
                 wiring.attach_verbs(peer, channel, fds, self._share.topology)
             else:

@@ -88,7 +88,7 @@ class Proxies:
         wanted = [(peer, self._channel(peer, channel)) for peer, channel in edges]
         missing = [edge for edge in wanted if edge not in self._connected]
         apart = {(p, c + CHANNELS): self.stripes(p) for p, c in missing}  # the engine has the other channels
-        for (peer, shifted), fds in self._wiring.sockets(apart, timeout, check).items():
+        for (peer, shifted), fds in self._wiring.sockets(apart, timeout, check):
             proxy, channel = self._start(), shifted - CHANNELS
             if self._rdma(peer):
                 rails = self._wiring.rails(peer, self._share.topology)

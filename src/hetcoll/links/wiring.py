@@ -12,7 +12,7 @@ import hashlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from ..config.limits import Held, reserve_descriptors
 from ..errors import ArgumentError, ClosedError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import Topology
+from ..rendezvous.connections.secure import detach_all
 from ..rendezvous.control import ControlClient
 from .descriptors import shared_memory
 from .edges import Address, EdgeKey, Request, unpack_addresses
@@ -233,8 +234,9 @@ class Wiring:
         """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
 
         def make(missing: list[tuple[int, int]], left: float) -> None:
-            for (p, c), fds in self.sockets(dict.fromkeys(missing, self.stripes or 1), left, check).items():
-                if self.topology.transport(self.rank, p) == "verbs":
+            verbs = {p for p, _ in missing if self.topology.transport(self.rank, p) == "verbs"}
+            for (p, c), fds in self.sockets(dict.fromkeys(missing, self.stripes or 1), left, check):
+                if p in verbs:
                     self.attach_verbs(p, c, fds, self.topology)
                 else:
                     self.engine.attach_tcp(p, c, fds)
@@ -262,10 +264,11 @@ class Wiring:
 
     def sockets(
         self, edges: Mapping[tuple[int, int], int], timeout: float, check: Check
-    ) -> dict[tuple[int, int], list[int]]:
-        """So many connected sockets for each (peer, channel), which belong to the caller. As `ensure`."""
+    ) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        """So many connected sockets for each (peer, channel). As `ensure`. They are made all at once, and belong to the
+        caller when it is given them: who is interrupted before that leaves none open."""
         if not edges:
-            return {}
+            return
         if self._listener is None:
             raise InitError(f"no transport links rank {self.rank} to {sorted({p for p, _ in edges})}")
         keys = {
@@ -279,7 +282,12 @@ class Wiring:
         if problem := reserve_descriptors(len(requests)):
             raise InitError(f"{len(requests)} sockets to {len(peers)} ranks do not fit rank {self.rank}: {problem}")
         made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
-        return {edge: [made[key].detach() for key in each] for edge, each in keys.items()}
+        try:
+            for edge, each in keys.items():
+                yield edge, detach_all([made[key] for key in each])
+        finally:
+            for sock in made.values():
+                sock.close()
 
     def attach_verbs(self, peer: int, channel: int, fds: list[int], topology: Topology) -> None:
         """An RDMA link of the engine's to a rank that has rails to this one. Takes over the sockets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -55,10 +56,26 @@ class Socket(socket.socket):
 
     def detach(self) -> int:
         """The descriptor; an engine or a proxy that takes it over goes on encrypted."""
-        fd = super().detach()
-        if self._tls is not None:
-            self._tls.hand(fd)
+        (fd,) = map(socket.socket.detach, (self,))  # as in `links.descriptors`: the number is not lost
+        try:
+            if self._tls is not None:
+                self._tls.hand(fd)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
+
+
+def detach_all(socks: Iterable[socket.socket]) -> list[int]:
+    """The descriptors of all, or an error, and none is left open."""
+    fds: list[int] = []
+    try:
+        fds.extend(sock.detach() for sock in socks)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds
 
 
 def _explained(call: Callable[[A], R], argument: A) -> R:
