@@ -270,6 +270,26 @@ def test_links_that_misbehave_end_in_an_error(launch: Launch, transport: str, fa
         assert not isinstance(outcome.error, CollectiveTimeoutError), outcome.trace
 
 
+def fail_beside_a_wait(comm: hetcoll.Communicator) -> str:
+    """Rank 0 waits for a signal that nobody will send: the others call different things, and leave."""
+    window = comm.window(np.zeros(8, np.uint8))
+    comm.barrier()
+    try:
+        if comm.rank == 0:
+            window.wait_signal()
+        comm.allreduce(np.ones(comm.rank))
+    except hetcoll.HetcollError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@TRANSPORTS
+def test_who_waits_for_a_signal_is_told_that_calls_have_failed(launch: Launch, transport: str) -> None:
+    said = launch(3, HETCOLL_TRANSPORT=transport).run(fail_beside_a_wait, timeout=60)
+    assert said[0].startswith("CollectiveMismatchError: ")
+    assert len(set(said)) == 1, said
+
+
 def leave_one_after_the_other(comm: hetcoll.Communicator) -> None:
     """Ranks close when they are done; those that need nothing of them do not mind."""
     mine = np.zeros(comm.size, np.int32)

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -208,6 +209,13 @@ class Diagnosis:
         """The verdict of this rank alone."""
         assert self._engine is not None
         self._settle(self._engine, kind, peer, text)
+
+    def fail_as(self, whole: weakref.ref[Diagnosis]) -> None:
+        """Where this communicator carries something for another one of the same ranks, and that has failed."""
+        other = whole()
+        if other is not None and other._engine is not None:
+            kind, peer, text = other._report or other._engine.failure
+            self._keep(Kind(kind), peer, text)
 
     def error(self) -> CommunicationError:
         """The error for the failure that the engine holds. May ask the other ranks what they did."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from ..calls import check_int, check_rank
@@ -373,7 +375,12 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         name = name_of(parent.group, "windows")
         with while_whole(parent, name):
             carrier = make(name, list(range(parent.size)), parent.config.init_timeout)
-            return OneSided(carrier._core, carrier.close)
+            side = OneSided(carrier._core, carrier.close)
+            end = partial(side.core.diagnosis.fail_as, weakref.ref(parent.diagnosis))
+            parent.diagnosis.on_failure.append(end)
+            if parent.engine.failed:
+                end()
+            return side
 
     side = parent.rider(OneSided, begin)
     side.core.host.check_usable()
