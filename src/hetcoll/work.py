@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -17,6 +18,7 @@ log = logging.getLogger("hetcoll")
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 _PAUSES = (50e-6, 2e-3)  # seconds between looks at what callbacks are for: at first, and at most
 _IDLE = 0.2  # seconds until a thread without works ends
+_ENDING = 5.0  # seconds for the callbacks that are under way when the interpreter ends
 
 
 class Waiter(Protocol):
@@ -97,7 +99,8 @@ class Work:
 
         At once where it is over already, else on a thread that all Works share: a callback is quick and does not wait.
         It starts no collectives, since ranks would start them in different orders. What it raises is logged. A Work on
-        host buffers that takes longer than the communicator's timeout is over, with a `CollectiveTimeoutError`.
+        host buffers that takes longer than the communicator's timeout is over, with a `CollectiveTimeoutError`. Where
+        the interpreter ends first nobody is called.
         """
         if self.done:
             _tell(self, callback)
@@ -193,29 +196,40 @@ class _Watch:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._watched: list[tuple[float, Work, Callable[[Work], object]]] = []
-        self._runs = False
+        self._thread: threading.Thread | None = None
+        self._ends = False
+
+    def close(self) -> None:
+        """The interpreter ends: a thread that were still there would keep what it has seen from being freed."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_ENDING)
 
     def add(self, work: Work, callback: Callable[[Work], object]) -> None:
         with self._changed:
             self._watched.append((time.monotonic(), work, callback))
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="hetcoll-callbacks", daemon=True).start()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="hetcoll-callbacks", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify()
 
     def _run(self) -> None:
         pause, known = _PAUSES[0], 0
         while True:
             with self._changed:
-                if not self._watched and not self._changed.wait(_IDLE):
-                    self._runs = False
+                if not self._watched and (self._ends or not self._changed.wait(_IDLE)):
+                    self._thread = None
                     return
                 entries = list(self._watched)
             over = [entry for entry in entries if _is_over(entry[1], entry[0])]
             if over or len(entries) != known:
                 pause = _PAUSES[0]
             with self._changed:
-                self._watched = [entry for entry in self._watched if entry not in over]
+                self._watched = [entry for entry in self._watched if entry not in over and not self._ends]
                 known = len(self._watched)
             for _, work, callback in over:
                 _tell(work, callback)
@@ -237,4 +251,5 @@ def _is_over(work: Work, since: float) -> bool:
 
 
 _watch = _Watch()
+atexit.register(_watch.close)
 os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # the thread is the parent's

@@ -37,6 +37,7 @@ ENDINGS = {
     "closing at exit itself": "atexit.register(comm.close)",
     "with a cycle": "comm.me = comm; comm = None",
     "after init again": "comm.close(); comm = hetcoll.init(); comm.barrier()",
+    "after a callback": "comm.allreduce(np.ones(1 << 20), async_op=True).add_done_callback(id)",
     "after an argument error": "try: comm.allreduce(x[::2])\nexcept TypeError: pass",
 }
 
