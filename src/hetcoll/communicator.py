@@ -227,12 +227,26 @@ class Communicator:
         """Reduce `sendbuf` over all ranks into the root's `recvbuf`; in place there, and there only, without one."""
         return self._core.launch(calls.reduce(*self._at, sendbuf, recvbuf, op, root), async_op, timeout, stream)
 
+    @overload
+    def gather(
+        self, sendbuf: A, recvbuf: None = None, root: int = 0, *, async_op: bool = False, **options: Unpack[Options]
+    ) -> A | Work: ...
+    @overload
+    def gather(
+        self, sendbuf: Array, recvbuf: Array, root: int = 0, *, async_op: bool = False, **options: Unpack[Options]
+    ) -> Work: ...
     @fast_path(Collective.GATHER)
     def gather(
-        self, sendbuf: Array, recvbuf: Array | None = None, root: int = 0,
+        self, sendbuf: Any, recvbuf: Any = None, root: int = 0,
         *, stream: object = None, async_op: bool = False, timeout: float | None = None,
-    ) -> Work:  # fmt: skip
-        """Gather every rank's `sendbuf` (count elements) into the root's `recvbuf` (size x count), by rank."""
+    ) -> Any:  # fmt: skip
+        """Gather every rank's `sendbuf` (count elements) into the root's `recvbuf` (size x count), by rank.
+
+        Without `recvbuf` the result is returned on the root, as by `allgather`, and a Work on the others.
+        """
+        if recvbuf is None and calls.check_rank(root, self.size, "root") == self.rank:
+            options = {"root": root, "stream": stream, "timeout": timeout}
+            return results.gathered(self._core, self.gather, sendbuf, async_op, **options)
         return self._core.launch(calls.gather(*self._at, sendbuf, recvbuf, root), async_op, timeout, stream)
 
     @fast_path(Collective.SCATTER)
@@ -267,18 +281,50 @@ class Communicator:
         call = calls.alltoall(*self._at, sendbuf, recvbuf, sendcounts, recvcounts)
         return self._core.launch(call, async_op, timeout, stream)
 
+    @overload
+    def allgatherv(
+        self, sendbuf: A, recvbuf: None = None, counts: Sequence[int] = ..., **options: Unpack[Options]
+    ) -> A: ...
+    @overload
     def allgatherv(
         self, sendbuf: Array, recvbuf: Array, counts: Sequence[int],
+        *, async_op: bool = False, **options: Unpack[Options],
+    ) -> Work: ...  # fmt: skip
+    def allgatherv(
+        self, sendbuf: Any, recvbuf: Any = None, counts: Sequence[int] = (),
         *, stream: object = None, async_op: bool = False, timeout: float | None = None,
-    ) -> Work:  # fmt: skip
-        """`allgather` of unequal parts: rank r contributes ``counts[r]`` elements; the same `counts` on all ranks."""
+    ) -> Any:  # fmt: skip
+        """`allgather` of unequal parts: rank r contributes ``counts[r]`` elements; the same `counts` on all ranks.
+
+        Without `recvbuf` the result is returned, as by `allgather`, flat.
+        """
+        if recvbuf is None:
+            options = {"counts": counts, "stream": stream, "timeout": timeout}
+            return results.joined(self.allgatherv, sendbuf, counts, async_op, **options)
         return self._core.launch(calls.allgatherv(*self._at, sendbuf, recvbuf, counts), async_op, timeout, stream)
 
+    @overload
+    def reduce_scatterv(
+        self, sendbuf: A, recvbuf: None = None, op: ReduceOp | OpName = "sum",
+        *, counts: Sequence[int], **options: Unpack[Options],
+    ) -> A: ...  # fmt: skip
+    @overload
     def reduce_scatterv(
         self, sendbuf: Array, recvbuf: Array, op: ReduceOp | OpName = "sum",
+        *, counts: Sequence[int], async_op: bool = False, **options: Unpack[Options],
+    ) -> Work: ...  # fmt: skip
+    def reduce_scatterv(
+        self, sendbuf: Any, recvbuf: Any = None, op: ReduceOp | OpName = "sum",
         *, counts: Sequence[int], stream: object = None, async_op: bool = False, timeout: float | None = None,
-    ) -> Work:  # fmt: skip
-        """`reduce_scatter` into unequal parts: rank r receives ``counts[r]`` elements; the same on all ranks."""
+    ) -> Any:  # fmt: skip
+        """`reduce_scatter` into unequal parts: rank r receives ``counts[r]`` elements; the same on all ranks.
+
+        Without `recvbuf` the result is returned, as by `reduce_scatter`, flat.
+        """
+        if recvbuf is None:
+            options = {"op": op, "counts": counts, "stream": stream, "timeout": timeout}
+            mine = calls.all_counts(counts, self.size)[self.rank : self.rank + 1]
+            return results.joined(self.reduce_scatterv, sendbuf, mine, async_op, **options)
         call = calls.reduce_scatterv(*self._at, sendbuf, recvbuf, op, counts)
         return self._core.launch(call, async_op, timeout, stream)
 

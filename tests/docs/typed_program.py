@@ -67,9 +67,14 @@ def results(comm: Communicator, x: npt.NDArray[np.float32]) -> None:
     wrong: hetcoll.Work = comm.alltoall(x)  # wrong
     comm.allgather(x, async_op=True)  # wrong
     comm.allgather("text")  # wrong
+    joined: npt.NDArray[np.float32] = comm.allgatherv(x, counts=[1, 2])
+    mine: npt.NDArray[np.float32] = comm.reduce_scatterv(joined, op="max", counts=[1, 2])
+    given: npt.NDArray[np.float32] | hetcoll.Work = comm.gather(mine, root=1)
+    missing: npt.NDArray[np.float32] = comm.gather(x)  # wrong
+    gathered: hetcoll.Work = comm.gather(x, every, async_op=True)
     names: list[str] = comm.allgather_object("name")
     parts: list[slice] = comm.shards(len(names), weight="much")  # wrong
-    print(work, wrong, parts)
+    print(work, wrong, parts, given, missing, gathered)
 
 
 def works(comm: Communicator, x: hetcoll.Array, op: hetcoll.OpName) -> bool:

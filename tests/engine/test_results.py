@@ -31,6 +31,17 @@ def _results(comm: hetcoll.Communicator) -> None:
         counts = [r + 1 for r in range(size)]
         got = comm.alltoall(np.full(sum(counts), rank), sendcounts=counts, recvcounts=[rank + 1] * size, timeout=20.0)
         assert got.tolist() == [r for r in range(size) for _ in range(rank + 1)]
+        every = comm.allgatherv(np.full(counts[rank], rank), counts=counts)
+        assert every.tolist() == [r for r in range(size) for _ in range(counts[r])]
+        part = comm.reduce_scatterv(np.arange(sum(counts)), counts=counts)
+        assert part.tolist() == [size * i for i in range(sum(counts))][sum(counts[:rank]) :][: counts[rank]]
+        for root in range(size):
+            given = comm.gather(np.full((2, 3), rank, np.float32), root=root)
+            if rank != root:
+                assert isinstance(given, hetcoll.Work)
+                continue
+            assert given.dtype == np.float32
+            assert given.tolist() == [[[r] * 3] * 2 for r in range(size)]
 
 
 def _refuse(comm: hetcoll.Communicator) -> None:
@@ -47,6 +58,12 @@ def _refuse(comm: hetcoll.Communicator) -> None:
             "since none like a bytes can be made",
         ),
         (lambda: comm.allgather([1, 2]), hetcoll.BufferTypeError, "sendbuf: wanted an array"),
+        (lambda: comm.allgatherv(x), hetcoll.ArgumentError, "counts: wanted 3 counts"),
+        (lambda: comm.allgatherv(x, counts=["a"]), hetcoll.BufferTypeError, "wanted a whole"),
+        (lambda: comm.reduce_scatterv(x, counts=4), hetcoll.BufferTypeError, "wanted 3 counts, one a rank, got 4"),
+        (lambda: comm.gather(x, root=3), hetcoll.ArgumentError, r"wanted a rank in \[0, 3\)"),
+        (lambda: comm.gather(x, root=comm.rank, async_op=True), hetcoll.ArgumentError, "an array with async_op=True"),
+        (lambda: comm.gather([1], root=comm.rank), hetcoll.BufferTypeError, "sendbuf: wanted an array"),
         (
             lambda: comm.allgather(x, async_op=True),
             hetcoll.ArgumentError,
@@ -64,6 +81,16 @@ def test_results_are_returned(pool: Callable[..., Ranks]) -> None:
 
 def test_what_has_no_result_like_it(pool: Callable[..., Ranks]) -> None:
     pool(3).run(_refuse)
+
+
+def test_a_rank_alone_has_results_too() -> None:
+    with hetcoll.init() as comm:
+        for _ in range(2):
+            x, y = np.arange(3.0), np.empty(3)
+            comm.gather(x, y)  # the fast path knows a call that looks like the next one
+            found = comm.gather(x)
+            assert isinstance(found, np.ndarray)
+            assert found.tolist() == [x.tolist()]
 
 
 def test_tensors_have_tensors_like_them() -> None:

@@ -245,8 +245,6 @@ def gather(rank: int, size: int, sendbuf: Any, recvbuf: Any, root: object) -> Ca
     send = read_buffer(sendbuf, "sendbuf", writable=False)
     recv = None
     if rank == at:
-        if recvbuf is None:
-            raise ArgumentError("recvbuf: wanted an array on the root, got None")
         recv = read_buffer(recvbuf, "recvbuf", writable=True)
         _alike(send, recv)
         _wanted("recvbuf", recv, send.count * size, f"{size} ranks x {send.count}")
@@ -270,7 +268,8 @@ def scatter(rank: int, size: int, sendbuf: Any, recvbuf: Any, root: object) -> C
     return Call(Collective.SCATTER, send, recv, recv.dtype, recv.count, recv.nbytes * size, root=at)
 
 
-def _counts(counts: Sequence[int], size: int, name: str) -> list[int]:
+def all_counts(counts: Sequence[int], size: int, name: str = "counts") -> list[int]:
+    """`counts` as so many ints of 0 or more."""
     try:
         values = [check_int(c, name) for c in counts]
     except TypeError as error:
@@ -304,7 +303,7 @@ def alltoall(
             raise ArgumentError(f"sendbuf: wanted a multiple of {size} elements, got {send.count}")
         _check_overlap(send, recv, 0)
         return Call(Collective.ALLTOALL, send, recv, send.dtype, send.count // size, send.nbytes)
-    out, into = _counts(sendcounts, size, "sendcounts"), _counts(recvcounts, size, "recvcounts")
+    out, into = all_counts(sendcounts, size, "sendcounts"), all_counts(recvcounts, size, "recvcounts")
     _wanted("sendbuf", send, sum(out), "the sum of sendcounts")
     _wanted("recvbuf", recv, sum(into), "the sum of recvcounts")
     if out[rank] != into[rank]:
@@ -318,7 +317,7 @@ def alltoall(
 def allgatherv(rank: int, size: int, sendbuf: Any, recvbuf: Any, counts: Sequence[int]) -> Call:
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
     _alike(send, recv)
-    table = _offsets(_counts(counts, size, "counts"))
+    table = _offsets(all_counts(counts, size))
     _wanted("sendbuf", send, table[rank + 1] - table[rank], f"counts[{rank}]")
     _wanted("recvbuf", recv, table[-1], "the sum of counts")
     _check_overlap(send, recv, table[rank] * send.dtype.itemsize)
@@ -329,7 +328,7 @@ def reduce_scatterv(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object
     _check_recvbuf(recvbuf)
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
     _alike(send, recv)
-    table = _offsets(_counts(counts, size, "counts"))
+    table = _offsets(all_counts(counts, size))
     _wanted("sendbuf", send, table[-1], "the sum of counts")
     _wanted("recvbuf", recv, table[rank + 1] - table[rank], f"counts[{rank}]")
     _check_overlap(send, recv, -table[rank] * send.dtype.itemsize)

@@ -55,9 +55,14 @@ def scattered(core: Core, call: Callable[..., object], array: A, async_op: bool,
 def exchanged(core: Core, call: Callable[..., object], array: A, async_op: bool, **options: Any) -> A:
     """What `call` receives from all ranks: shaped as `array` where parts are equal, else flat."""
     counts = options["recvcounts"]
-    return _filled(
-        call, array, like(array, _shape(array) if counts is None else (_total(counts),)), async_op, **options
-    )
+    if counts is not None:
+        return joined(call, array, counts, async_op, **options)
+    return _filled(call, array, like(array, _shape(array)), async_op, **options)
+
+
+def joined(call: Callable[..., object], array: A, parts: Sequence[int], async_op: bool, **options: Any) -> A:
+    """What `call` leaves here: parts of so many elements, flat."""
+    return _filled(call, array, like(array, (_total(parts),)), async_op, **options)
 
 
 def _filled(call: Callable[..., object], array: object, out: A, async_op: bool, *words: Any, **options: Any) -> A:
