@@ -28,7 +28,7 @@ from .rendezvous.session import Session, coming_together
 from .runtime import joining, messages, objects, registration, regroup, results, weights
 from .runtime.core import Core, refuse
 from .runtime.executor import FastPath
-from .runtime.hints import give_hints
+from .runtime.hints import NAMES, OF_WORK, give_hints
 from .runtime.persistent import persistent
 from .runtime.registration import Registration
 from .runtime.results import ExchangeOptions, Options, ReducingOptions
@@ -717,4 +717,5 @@ class Communicator:
         return self._diagnosis.known_error() if self._engine.failed else None
 
 
-give_hints(Communicator)
+give_hints(Communicator, NAMES)
+give_hints(Work, OF_WORK)

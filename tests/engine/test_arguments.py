@@ -79,6 +79,8 @@ MISTAKES: dict[str, Mistake] = {
     "reduce dtypes": (*DTYPES, lambda c: c.reduce(new(), new(dtype=INT), root=c.rank)),
     "reduce counts": (ArgumentError, "recvbuf: wanted 4", lambda c: c.reduce(new(), new()[1:], root=c.rank)),
     "reduce overlap": (*OVERLAP, lambda c: c.reduce(*overlapping(), root=c.rank)),
+    "a list": (BufferTypeError, "got list; numpy.asarray makes one of numbers", lambda c: c.allreduce([1.0])),
+    "a dict": (BufferTypeError, "got dict; numpy.asarray makes", lambda c: c.gather({}, root=c.rank)),
     "gather dtypes": (*DTYPES, lambda c: c.gather(new(), new(c.size, INT), c.rank)),
     "gather counts": (ArgumentError, "recvbuf: wanted", lambda c: c.gather(new(), new(c.size + 1), c.rank)),
     "gather overlap": (*OVERLAP, lambda c: c.gather(*overlapping(1, c.size), c.rank)),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import pydoc
+import subprocess
+import sys
 
 import pytest
+from patience import DEADLINE
 
 import hetcoll
-from hetcoll.runtime.hints import NAMES, OF_MODULE
+from hetcoll.runtime.hints import MODULES, NAMES, OF_MODULE, OF_WORK
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -19,6 +23,15 @@ def test_a_name_of_others_gets_a_hint_that_is_right(name: str) -> None:
         getattr(comm, name)
     assert NAMES[name] in vars(hetcoll.Communicator)
     assert NAMES[name] not in NAMES
+
+
+@pytest.mark.parametrize("name", OF_WORK)
+def test_a_work_answers_names_of_others_too(name: str) -> None:
+    work = hetcoll.Work()
+    wanted = f"'Work' object has no attribute '{name}'; it is '{OF_WORK[name]}' here$"
+    with pytest.raises(AttributeError, match=wanted):
+        getattr(work, name)
+    assert OF_WORK[name] in vars(hetcoll.Work)
 
 
 def test_operations_in_flight_are_asked_for_by_a_keyword() -> None:
@@ -37,8 +50,8 @@ def test_other_names_are_missing_as_ever() -> None:
 def test_a_name_of_a_package_of_others_gets_one_too(name: str, wanted: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is 'hetcoll.{wanted}' here"):
         getattr(hetcoll, name)
-    found: object = hetcoll
-    for part in wanted.split("."):
+    found: object = importlib.import_module("hetcoll.experts") if wanted.startswith("experts.") else hetcoll
+    for part in wanted.removeprefix("experts.").split("."):
         found = getattr(found, part)
 
 
@@ -51,6 +64,13 @@ def test_what_is_a_communicators_is_not_the_packages(name: str, method: str) -> 
     for other in ("frobnicate", "__frobnicate__", "_core", "_call"):
         with pytest.raises(AttributeError, match=rf"no attribute '{other}'$"):
             getattr(hetcoll, other)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_that_nobody_has_imported_is_named(name: str) -> None:
+    program = f"import hetcoll\nhetcoll.{name}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE)
+    assert done.stderr.endswith(f"module 'hetcoll' has no attribute '{name}'; write import hetcoll.{name}\n")
 
 
 def test_help_shows_the_calls_and_their_documents() -> None:

@@ -193,6 +193,24 @@ def test_no_line_is_logged_twice() -> None:
         assert expected in lines[0]
 
 
+SPLITS = """
+import hetcoll
+with hetcoll.init() as comm, comm.split(0) as other:
+    other.barrier()
+"""
+
+
+def test_what_is_told_of_a_job_without_trouble_is_a_line_a_communicator(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SPLITS)
+    words = [sys.executable, "-m", "hetcoll", "run", "-n", "3", str(program)]
+    env = {**os.environ, "HETCOLL_DEBUG": "info"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    lines = [line for line in done.stderr.splitlines() if "the store waits" not in line]
+    assert len(lines) == 2, done.stderr
+    assert all(" communicator " in line and line.endswith(": 3 ranks on 1 host, shm inside") for line in lines), lines
+
+
 def test_a_level_that_the_program_has_set_stays() -> None:
     logger = logging.getLogger("hetcoll")
     before, handlers = logger.level, list(logger.handlers)

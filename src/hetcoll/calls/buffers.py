@@ -152,7 +152,7 @@ def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
     except TypeError:
         raise BufferTypeError(
             f"{name}: wanted an array (NumPy, DLPack, CUDA array interface or the buffer protocol), got"
-            f" {type(obj).__name__}"
+            f" {type(obj).__name__}; numpy.asarray makes one of numbers; broadcast_object and its like take objects"
         ) from None
     return _from_memoryview(view, name, writable)
 

@@ -298,8 +298,9 @@ class Tree:
             self._detach(node)
             self._missing[node.entry.token] = time.monotonic() + ABSENCE
             return
-        log.info("%s is lost: %s", node.name, reason or "goodbye")
-        if not reason:
+        if reason:
+            log.info("%s is lost: %s", node.name, reason)
+        else:
             node.emit(Op.CUT, b"")
         del self._nodes[node.entry.token]
         self._find(node.entry.token)
