@@ -2,8 +2,8 @@
 
 It measures as `hetcoll perf` does (`hetcoll.cli.bench`): hetcoll itself, or in its place NCCL by its C interface on the
 communicator of hetcoll's island, PyTorch's NCCL, PyTorch's Gloo on pinned copies in host memory, or nothing but copies
-(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines. HETCOLL_DEVICE says what a rank is:
-``cuda``, ``cpu``, or ``hip`` for a GPU that poses as AMD's. Ranks share GPUs where there are fewer.
+(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines. HETCOLL_DEVICE says where
+a rank's buffers are: ``cpu``, ``cuda:0``, or ``hip:0`` for a GPU that poses as AMD's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from gpu_limits import Copies, Nothing
 import hetcoll
 from hetcoll.cli.bench import Bench
 from hetcoll.cli.cases import Case, Library, in_turn
-from hetcoll.cli.on_device import Stream, visible_gpus
+from hetcoll.cli.on_device import Stream
 from hetcoll.cli.sweeps import add_arguments
 from hetcoll.cli.timing import Schedule, take_samples
 from hetcoll.gpu import message_kernel
@@ -154,10 +155,7 @@ class Rank:
     def __init__(self, library: str) -> None:
         if library == "by copies":
             message_kernel._MOST = 0
-        vendor, _, index = os.environ.get("HETCOLL_DEVICE", "cuda").partition(":")
-        self.stream: Stream | None = None
-        if vendor != "cpu":
-            self.stream = Stream.of(f"{vendor}:{int(index or os.environ['LOCAL_RANK']) % visible_gpus()[vendor]}")
+        self.stream = Stream.of(os.environ["HETCOLL_DEVICE"])
         self.comm, self._name = hetcoll.init(), library
         self._parser = argparse.ArgumentParser()
         add_arguments(self._parser)
@@ -172,12 +170,11 @@ class Rank:
         assert self.stream is not None
         return (Nccl if self._name == "nccl" else OnlyCopies)(self.comm, self.stream)
 
-    def measure(self, words: list[str], place: str) -> dict[str, float]:
-        """What `hetcoll perf` would say of one operation at one size, "in" place or "out" of it."""
+    def measure(self, words: list[str], place: str) -> dict[str, Any]:
+        """The `Row` of `hetcoll perf` of one operation at one size, "in" place or "out" of it."""
         bench = Bench(self.comm, self._parser.parse_args(words), self.stream, self.library)
         ((job, (elements,)),) = bench.sweeps
-        row = bench.measure(job, elements, place)
-        return {"us": row.time_us, "wrong": row.wrong or 0}
+        return asdict(bench.measure(job, elements, place))
 
     def nothing(self) -> dict[str, float]:
         """What an empty kernel takes: the least that a call on a GPU can."""

@@ -20,23 +20,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import results
+from places import Place, commands
+from ports import free_port
 from staying import StayingRanks
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
-
-from ports import free_port
+from hetcoll.cli.report import Row
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/measurements/gpu-tables.md"
@@ -64,15 +63,18 @@ class Peer:
 
 @dataclass(frozen=True)
 class Setting:
-    """What hetcoll is asked to do, beside whom, on which operations and sizes. The last `cpus` ranks have no GPU."""
+    """What hetcoll is asked to do, where, beside whom, on which operations and sizes."""
 
     title: str
-    ranks: int  # which share GPUs where there are fewer
+    places: tuple[Place, ...]
     env: dict[str, str]
     peers: tuple[Peer, ...]
     points: tuple[tuple[str, int], ...]
-    hosts: bool = False
-    cpus: int = 0
+    hosts: bool = False  # each rank of hetcoll takes itself for one
+
+    @property
+    def gpus(self) -> int:
+        return len({place.index for place in self.places if place.kind != "cpu"})
 
     def place(self, op: str) -> str:
         """PyTorch has no all-reduce out of place."""
@@ -99,29 +101,35 @@ ALGORITHMS = {
 PRODUCT, NOTHING = (("product", 256 * M),), (("nothing", 0),)
 
 
+def on(gpus: int, ranks: int) -> tuple[Place, ...]:
+    """Ranks, which share GPUs where there are fewer."""
+    return tuple(Place("cuda", rank % gpus) for rank in range(ranks))
+
+
 def settings(gpus: int) -> Iterator[Setting]:
+    each = on(gpus, gpus)
     if gpus < 4:
-        yield Setting("and a rank without one", gpus + 1, {}, (Peer("Gloo", "gloo"),), ALLREDUCE, cpus=1)
+        yield Setting("and a rank without one", (*each, Place()), {}, (Peer("Gloo", "gloo"),), ALLREDUCE)
     alone = (BY_COPIES,) if gpus == 1 else (BY_COPIES, Peer("NCCL without P2P", "nccl", NO_P2P))
     if gpus < 4:
-        yield Setting("messages between islands 0|1", 2, {"HETCOLL_ISLANDS": "0|1"}, alone, SMALL_MESSAGES)
+        yield Setting("messages between islands 0|1", on(gpus, 2), {"HETCOLL_ISLANDS": "0|1"}, alone, SMALL_MESSAGES)
     if gpus == 1:
         return
     without = Peer("NCCL without P2P", "nccl", NO_P2P)
     for islands in {2: ("0|1",), 4: ("0,1|2,3", "0,1,2|3", "0|1|2,3")}[gpus]:
         points = (*ALLREDUCE, *HALVES, *MESSAGES, *PRODUCT, *NOTHING) if gpus == 2 else (*BIG, *HALVES)
         asked = {"HETCOLL_ISLANDS": islands}
-        yield Setting(f"islands {islands}", gpus, asked, (without, Peer(COPIES, "copies", asked)), points)
+        yield Setting(f"islands {islands}", each, asked, (without, Peer(COPIES, "copies", asked)), points)
     if gpus == 2:
         asked = {"HETCOLL_ISLANDS": "0|1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        yield Setting("islands 0|1, one hardware queue", 2, asked, (), tuple(("allreduce", n) for n in (K, *LARGE)))
+        yield Setting("islands 0|1, one hardware queue", each, asked, (), tuple(("allreduce", n) for n in (K, *LARGE)))
     for islands in ("0|1|2|3", "0|1|2,3", "0,1|2,3"):
         yield by_algorithm(gpus, islands, without)
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
-    yield Setting("one island", gpus, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
+    yield Setting("one island", each, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
     if gpus == 2:
         peers = (Peer("NCCL over sockets", "nccl", SOCKETS), Peer("Gloo", "gloo"))
-        yield Setting("two hosts, by TCP on loopback", 2, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
+        yield Setting("two hosts, by TCP on loopback", each, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
 
 
 def by_algorithm(gpus: int, islands: str, without: Peer) -> Setting:
@@ -131,40 +139,38 @@ def by_algorithm(gpus: int, islands: str, without: Peer) -> Setting:
     peers = [Peer(name, "hetcoll", asked | {"HETCOLL_ALGO": ALGORITHMS[name]}) for name in able]
     where = "" if gpus == 4 else "four ranks on two GPUs, "
     more = (without,) if gpus == 4 else ()
-    return Setting(f"{where}islands {islands}, by algorithm", 4, asked, (*peers, *more), AMONG)
+    return Setting(f"{where}islands {islands}, by algorithm", on(gpus, 4), asked, (*peers, *more), AMONG)
 
 
 class PerfRanks(StayingRanks):
     """Of gpu_worker.py, which measure as `hetcoll perf` does."""
+
+    @classmethod
+    def at(cls, name: str, library: str, places: Sequence[Place], env: Mapping[str, str], log: Path) -> Self:
+        """Of one library, a rank at each place."""
+        words = [[each.python, str(HERE / "gpu_worker.py"), library] for each in places]
+        return cls(name, commands(words, {**COMMON, "GPUS_PORT": str(free_port()), **env}, places), log, SECONDS)
 
     def most(self, **question: Any) -> dict[str, float]:
         """The most of each figure that a rank has."""
         answers = self.ask(question)
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
-    def perf(self, op: str, nbytes: int, place: str, *words: str) -> dict[str, float]:
+    def perf(self, op: str, nbytes: int, place: str, *words: str) -> Row:
         """`hetcoll perf` of one size."""
         size = ["-b", str(nbytes), "-e", str(nbytes)]
-        return self.most(do="measure", words=[op, *size, *words], place=place)
+        return Row(**self.ask({"do": "measure", "words": [op, *size, *words], "place": place})[0])
 
 
 class Job(PerfRanks):
     """The ranks of one library."""
 
-    def __init__(self, peer: Peer, setting: Setting, errors: Path) -> None:
-        self.peer, ranks = peer, setting.ranks
-        hosts = setting.hosts and peer.library == "hetcoll"
-        devices = {rank: "cpu" if rank >= ranks - setting.cpus else "cuda" for rank in range(ranks) if setting.cpus}
-        ports = [free_port() for _ in range(2)]
-        common = {**os.environ, **COMMON, **peer.env, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "GPUS_PORT": str(ports[1])}  # fmt: skip
-        words = [sys.executable, str(HERE / "gpu_worker.py"), peer.library]
-        commands = []
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({"HETCOLL_HOST_ID": f"host{rank}"} if hosts else {})
-            own |= {"HETCOLL_DEVICE": devices[rank]} if devices else {}
-            commands.append((words, common | own))
-        super().__init__(peer.name, commands, errors, SECONDS)
+    @classmethod
+    def of(cls, peer: Peer, setting: Setting, log: Path) -> Self:
+        places = setting.places
+        if setting.hosts and peer.library == "hetcoll":
+            places = tuple(replace(place, host_id=f"host{rank}") for rank, place in enumerate(places))
+        return cls.at(peer.name, peer.library, places, peer.env, log)
 
     def measure(self, op: str, nbytes: int, place: str, verified: bool) -> dict[str, float]:
         """One turn. Only a first one is `verified`."""
@@ -172,16 +178,16 @@ class Job(PerfRanks):
             return self.most(do="nothing") | {"wrong": 0.0}
         if op == "product":
             return self.most(do="product", nbytes=nbytes) | {"wrong": 0.0}
-        check = "1" if verified and self.peer.name != COPIES else "0"
-        found = self.perf(op, nbytes, place, "-c", check)
+        row = self.perf(op, nbytes, place, "-c", "1" if verified and self.name != COPIES else "0")
         calls = {"sync": ("-z", "--iters", str(ALONE)), "cost": ("-C", "--iters", str(QUEUED if nbytes < M else ALONE))}
-        return found | {name: self.perf(op, nbytes, place, "-c", "0", *words)["us"] for name, words in calls.items()}
+        more = {name: self.perf(op, nbytes, place, "-c", "0", *words).time_us for name, words in calls.items()}
+        return {"us": row.time_us, "wrong": row.wrong or 0, **more}
 
 
-Row = dict[str, dict[str, float]]  # figures by library
+Figures = dict[str, dict[str, float]]  # by library
 
 
-def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list[tuple[str, int, Row]]:
+def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list[tuple[str, int, Figures]]:
     """These points of a setting. Jobs are measured by turns; of each figure the least counts."""
     ours = Peer("hetcoll", "hetcoll", setting.env)
     found = []
@@ -189,25 +195,25 @@ def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list
         jobs = []
         for peer in (ours, *setting.peers):
             log = home / f"{setting.title} {peer.name}".replace("|", "-")
-            jobs.append(Job(peer, setting, log))
+            jobs.append(Job.of(peer, setting, log))
             stack.callback(jobs[-1].close)
         for op, nbytes in points:
-            row: Row = {}
+            row: Figures = {}
             for _ in range(TURNS if nbytes >= M else SMALL_TURNS):
-                for job in (job for job in jobs if part_of(op, nbytes, job.peer)):
-                    old = row.get(job.peer.name)
+                for job in (job for job in jobs if part_of(op, nbytes, job.name)):
+                    old = row.get(job.name)
                     seen = job.measure(op, nbytes, setting.place(op), verified=old is None)
-                    row[job.peer.name] = seen if old is None else best(seen, old)
+                    row[job.name] = seen if old is None else best(seen, old)
             found.append((op, nbytes, row))
             print(line(op, nbytes, row), flush=True)
     return found
 
 
-def part_of(op: str, nbytes: int, peer: Peer) -> bool:
+def part_of(op: str, nbytes: int, name: str) -> bool:
     """Whether the library has to do with this point."""
     if op == "nothing":
-        return peer.name == "hetcoll"
-    return peer.name != COPIES or (nbytes >= M and op not in ("product", "sendrecv"))
+        return name == "hetcoll"
+    return name != COPIES or (nbytes >= M and op not in ("product", "sendrecv"))
 
 
 def best(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
@@ -215,7 +221,7 @@ def best(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
     return {name: (max if name == "wrong" else min)(a[name], b[name]) for name in a}
 
 
-def line(op: str, nbytes: int, row: Row) -> str:
+def line(op: str, nbytes: int, row: Figures) -> str:
     parts = [f"{op:15} {results.human(nbytes):>8}"]
     for name, x in row.items():
         if op == "product":
@@ -228,7 +234,7 @@ def line(op: str, nbytes: int, row: Row) -> str:
     return " | ".join(parts)
 
 
-def markdown(setting: Setting, found: list[tuple[str, int, Row]]) -> str:
+def markdown(setting: Setting, found: list[tuple[str, int, Figures]]) -> str:
     """Of each operation our microseconds, the ratio to each peer, and the part of the limit, by size."""
     at = {(op, nbytes): row for op, nbytes, row in found if op not in ("product", "nothing")}
     sizes = sorted({nbytes for _, nbytes in at})
@@ -243,12 +249,12 @@ def markdown(setting: Setting, found: list[tuple[str, int, Row]]) -> str:
     return "\n\n".join(["### " + heading(setting).replace("|", "\\|"), table, *notes(found)])
 
 
-def ratio(row: Row, peer: str) -> str:
+def ratio(row: Figures, peer: str) -> str:
     """How many times as fast as a peer we are, or what part of the limit we reach; "" where it was not measured."""
     return f"{row[peer]['us'] / row['hetcoll']['us']:.2f}" if peer in row else ""
 
 
-def notes(found: list[tuple[str, int, Row]]) -> list[str]:
+def notes(found: list[tuple[str, int, Figures]]) -> list[str]:
     """Sentences of what is no row of a table."""
     told = []
     for op, nbytes, row in found:
@@ -274,8 +280,7 @@ def section(gpus: int) -> str:
 
 
 def heading(setting: Setting) -> str:
-    gpus = setting.ranks - setting.cpus
-    return f"{section(gpus)}, {setting.title}"
+    return f"{section(setting.gpus)}, {setting.title}"
 
 
 def device() -> str:
@@ -309,7 +314,7 @@ def main() -> int:
             print(heading(setting), flush=True)
             found = run(setting, points, Path(home))
             wrong += sum(x["wrong"] for _, _, row in found for x in row.values())
-            done.append({"setting": setting.title, "ranks": setting.ranks, "points": found})
+            done.append({"setting": setting.title, "ranks": len(setting.places), "points": found})
             parts.append(markdown(setting, found))
     turns = f"the best of {TURNS} turns, below 1 MiB of {SMALL_TURNS}"
     head = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}`, float32, {turns}."

@@ -27,6 +27,7 @@ class Place:
     index: int = 0
     host: str = ""
     python: str = sys.executable
+    host_id: str = ""  # what it takes for its host, in the place of what it sees
 
     @property
     def torch(self) -> str:
@@ -96,6 +97,7 @@ def commands(
     for rank, (place, told) in enumerate(zip(places, words, strict=True)):
         own = {"RANK": str(rank), "LOCAL_RANK": str(hosts[:rank].count(place.host)),
                "LOCAL_WORLD_SIZE": str(hosts.count(place.host))}  # fmt: skip
+        own |= {"HETCOLL_HOST_ID": place.host_id} if place.host_id else {}
         where = ["ip", "netns", "exec", place.host] if place.host else []
         made.append(([*where, *told], {**common, **own, **place.environment(devices), **env}))
     return made

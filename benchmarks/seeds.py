@@ -32,15 +32,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gpus
 import hosts
 import results
-from places import DEVICES, Place, commands, islands_of
-from ports import free_port
+from places import DEVICES, islands_of
 from seeds_models import SLEEP, Found, forwarding, halves, inference
 from shaped import shaped
 from shapes import SHAPES
@@ -50,7 +49,7 @@ from hetcoll.cli.cases import bandwidths
 from hetcoll.cli.report import Row
 from hetcoll.links.tuned import processor
 
-HERE = Path(__file__).resolve().parent
+CALM = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 K, M = 1 << 10, 1 << 20
 HETCCL = "[HetCCL](https://arxiv.org/abs/2601.22585)"
 JOINT = "[Joint Training on AMD and NVIDIA GPUs](https://arxiv.org/abs/2602.18007)"
@@ -60,13 +59,6 @@ vendor-lock-in-distributed-mlops-across-mixed-amd-and-nvidia-clusters)"
 
 
 # Collectives.
-
-
-def perf_ranks(name: str, library: str, places: Sequence[Place], env: Mapping[str, str], home: Path) -> gpus.PerfRanks:
-    words = [[each.python, str(HERE / "gpu_worker.py"), library] for each in places]
-    own = {"GPUS_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    told = commands(words, {**gpus.COMMON, **own, **env}, places)
-    return gpus.PerfRanks(name, told, home / name.replace(" ", "-"), gpus.SECONDS)
 
 
 def collectives(args: argparse.Namespace, home: Path) -> Found:
@@ -85,7 +77,8 @@ def collectives(args: argparse.Namespace, home: Path) -> Found:
     with contextlib.ExitStack() as stack:
         jobs = {}
         for name, (library, those, env) in asked.items():
-            jobs[name] = perf_ranks(name, library, those, env, home)
+            log = home / name.replace(" ", "-")
+            jobs[name] = gpus.PerfRanks.at(name, library, those, CALM | env, log)
             stack.callback(jobs[name].close)
         for op in args.ops:
             for nbytes in args.sizes:
@@ -112,9 +105,9 @@ def by_turns(
         for name in reversed(jobs) if turn % 2 else jobs:
             seen = jobs[name].perf(op, nbytes, place, "-w", "1", *(() if turn == 0 else ("-c", "0")))
             if turn:
-                times[name].append(seen["us"])
-            elif seen["wrong"]:
-                wrong.append(f"{name}, {op} of {nbytes} B: {seen['wrong']:.0f} elements")
+                times[name].append(seen.time_us)
+            elif seen.wrong:
+                wrong.append(f"{name}, {op} of {nbytes} B: {seen.wrong} elements")
     return times
 
 
@@ -169,10 +162,10 @@ def launched(
         replace(each, host=name)
         for each, name in zip(DEVICES[args.device].places(2, args.hip_python), names, strict=True)
     ]
-    ranks = perf_ranks(peer.name, peer.worker, places, SLEEP, log)
+    ranks = gpus.PerfRanks.at(peer.name, peer.worker, places, CALM | SLEEP, log / "errors")
     try:
         seen = {nbytes: ranks.perf("allreduce", nbytes, "out") for nbytes in args.sizes}
-        return {nbytes: (each["us"], int(each["wrong"])) for nbytes, each in seen.items()}
+        return {nbytes: (each.time_us, each.wrong or 0) for nbytes, each in seen.items()}
     finally:
         ranks.close()
 

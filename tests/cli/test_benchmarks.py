@@ -31,6 +31,7 @@ import results  # noqa: E402
 import staying  # noqa: E402
 import training  # noqa: E402
 import worker  # noqa: E402
+from places import Place  # noqa: E402
 
 LIMITS = {
     "memcpy_gbs": {"65536": {"one": 40.0, "both": 32.0}, "1048576": {"one": 20.0, "both": 10.0}},
@@ -176,6 +177,13 @@ def test_table_of_gpus() -> None:
         "",
         "An empty kernel, by the driver's C function: 5.0 us, 12.0 with a wait.",
     ]
+
+
+def test_gpus_that_ranks_share_count_once() -> None:
+    shared = [gpus.heading(each) for n in gpus.GPUS for each in gpus.settings(n) if len(each.places) > each.gpus]
+    assert shared[:2] == ["1 GPU, and a rank without one", "1 GPU, messages between islands 0|1"]
+    assert "2 GPUs, four ranks on two GPUs, islands 0|1|2|3, by algorithm" in shared
+    assert not any(heading.startswith("4 GPUs") for heading in shared)
 
 
 def test_text_between_marks_is_replaced_and_nothing_else() -> None:
@@ -408,16 +416,17 @@ def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
     """What they measure is right, or at least there; times of fakes mean nothing."""
     env = fakes.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     env |= {} if library == "nccl" else {"HETCOLL_ISLANDS": "0|1"}
-    setting = gpus.Setting("two islands", 2, {}, (), ())
-    job = gpus.Job(gpus.Peer(gpus.COPIES if library == "copies" else library, library, env), setting, tmp_path / "log")
+    setting = gpus.Setting("two islands", gpus.on(2, 2), {}, (), ())
+    peer = gpus.Peer(gpus.COPIES if library == "copies" else library, library, env)
+    job = gpus.Job.of(peer, setting, tmp_path / "log")
     points = [("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)]
     if library != "copies":
         points += [("alltoall", 4096), ("sendrecv", 4096), ("oneway", 64), ("pingpong", 64)]
     try:
         for op, nbytes in points:
             found = job.perf(op, nbytes, "out", "-c", "0" if library == "copies" else "1", "--iters", "3")
-            assert found["wrong"] == 0
-            assert found["us"] > 0
+            assert not found.wrong
+            assert found.time_us > 0
         if library == "hetcoll":
             assert job.measure("nothing", 0, "out", True)["sync"] > 0
     finally:
@@ -429,14 +438,14 @@ def test_ranks_of_the_benchmark_without_gpus(tmp_path: Path) -> None:
     """What PyTorch's Gloo makes is right, in place as everywhere; a wrong element is told of."""
     import_torch()
     env = {"PYTHONPATH": os.pathsep.join(sys.path)}  # where PyTorch may be
-    setting = gpus.Setting("no GPUs", 2, {}, (gpus.Peer("Gloo", "gloo"),), (), cpus=2)
+    setting = gpus.Setting("no GPUs", (Place(), Place()), {}, (gpus.Peer("Gloo", "gloo"),), ())
     assert (setting.place("allreduce"), setting.place("allgather")) == ("in", "out")
-    job = gpus.Job(gpus.Peer("Gloo", "gloo", env), setting, tmp_path / "log")
+    job = gpus.Job.of(gpus.Peer("Gloo", "gloo", env), setting, tmp_path / "log")
     try:
         found = job.measure("allreduce", 4096, "in", verified=True)
         assert found["wrong"] == 0
         assert min(found[name] for name in ("us", "sync", "cost")) > 0
-        assert job.perf("allreduce", 4096, "out", "--iters", "3")["wrong"] > 0  # it reduces in place alone
+        assert job.perf("allreduce", 4096, "out", "--iters", "3").wrong  # it reduces in place alone
     finally:
         job.close()
 

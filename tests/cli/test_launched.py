@@ -44,12 +44,14 @@ def test_experts_are_measured_with_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_tokens_that_come_back_as_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    given = options(way="hetcoll fp8")
-    assert len(experts.measure(given, TOKENS, lambda x, ids, weights: x + 4, lambda: None)) == 2
-    for spoiled in (given, options(way="hetcoll")):
-        wrong = np.float32(5 if spoiled is given else 1)
+
+    def measured(way: str, spoil: int) -> list[float]:
+        return experts.measure(options(way=way), TOKENS, lambda x, ids, weights: x + np.float32(spoil), lambda: None)
+
+    assert len(measured("hetcoll fp8", 4)) == 2
+    for way, spoil in (("hetcoll fp8", 5), ("hetcoll", 1)):
         with pytest.raises(AssertionError, match="other tokens came back"):
-            experts.measure(spoiled, TOKENS, lambda x, ids, weights, by=wrong: x + by, lambda: None)
+            measured(way, spoil)
 
 
 @parametrize("way", [way for way in reversed(serving.WAYS) if way != "gloo"], first=1)

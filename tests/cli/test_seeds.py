@@ -84,6 +84,9 @@ def test_where_the_halves_are() -> None:
     (words, _), *_, (last, env) = places.commands([["x"], ["y"], ["z"]], {"OURS": "1"}, where)
     assert (words, last) == (["ip", "netns", "exec", "a", "x"], ["ip", "netns", "exec", "b", "z"])
     assert [env[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OURS")] == ["2", "0", "1", "1"]
+    (_, first), (_, second) = places.commands([["x"], ["y"]], {}, [places.Place("cuda", host_id="far"), places.Place()])
+    assert (first["HETCOLL_DEVICE"], first["HETCOLL_HOST_ID"], second["HETCOLL_DEVICE"]) == ("cuda:0", "far", "cpu")
+    assert second.get("HETCOLL_HOST_ID") == os.environ.get("HETCOLL_HOST_ID")
 
 
 def test_collectives_of_cpus(run: Any) -> None:
@@ -109,12 +112,15 @@ def test_collectives_over_fakes_of_two_vendors(run: Any) -> None:
 
 def test_what_comes_wrong_fails(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Spoiled:
-        def __init__(self, *_: object) -> None: ...
-        def close(self) -> None: ...
-        def perf(self, *_: object) -> dict[str, float]:
-            return {"us": 5.0, "wrong": 3.0}
+        @classmethod
+        def at(cls, *_: object) -> Spoiled:
+            return cls()
 
-    monkeypatch.setattr(seeds, "perf_ranks", Spoiled)
+        def close(self) -> None: ...
+        def perf(self, *_: object) -> SimpleNamespace:
+            return SimpleNamespace(time_us=5.0, wrong=3)
+
+    monkeypatch.setattr(seeds.gpus, "PerfRanks", Spoiled)
     found = run("collectives", "--sizes", "4096", "--rounds", "1", "--ops", "allgather")
     assert found.status == 1
     assert "WRONG: hetcoll, allgather of 4096 B: 3 elements" in found.told
