@@ -18,6 +18,7 @@ from installed import import_torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import gpus
 import places
 import seeds
 import seeds_models
@@ -120,7 +121,7 @@ def test_what_comes_wrong_fails(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
         def perf(self, *_: object) -> SimpleNamespace:
             return SimpleNamespace(time_us=5.0, wrong=3)
 
-    monkeypatch.setattr(seeds.gpus, "PerfRanks", Spoiled)
+    monkeypatch.setattr(gpus, "PerfRanks", Spoiled)
     found = run("collectives", "--sizes", "4096", "--rounds", "1", "--ops", "allgather")
     assert found.status == 1
     assert "WRONG: hetcoll, allgather of 4096 B: 3 elements" in found.told

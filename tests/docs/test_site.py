@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,6 +82,37 @@ def test_what_the_api_pages_name_has_docstrings(name: str) -> None:
     else:  # a constant or an alias of a type: a text stands below it where it is defined
         texts = [path.read_text() for path in (ROOT / "src/hetcoll").rglob("*.py")]
         assert any(re.search(rf'^{last}\b[^\n]*=(.|\n)*?\n"""', text, re.MULTILINE) for text in texts)
+
+
+MADE_BY_CALLS = {
+    "Communicator", "Work", "Window", "Transfer", "Sending", "Receiving", "Persistent", "UniqueId", "ExpertLayout",
+    "LowLatencyLayout", "Draft",
+}  # fmt: skip
+"""Classes whose arguments are nobody's business: a user gets these from a call."""
+
+
+def options(name: str) -> set[str]:
+    """Those that are true of what a page names."""
+    text = "\n".join(page.read_text() for page in API)
+    found = re.search(rf"^::: {re.escape(name)}\n((?: .*\n?)*)", text, re.MULTILINE)
+    assert found is not None
+    return set(re.findall(r"^ +(\w+): true$", found[1], re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", DIRECTIVES)
+def test_the_api_pages_show_what_a_class_is_made_of_and_its_fields(name: str) -> None:
+    """mkdocstrings leaves out what has no docstring of its own, and what a base of the package has."""
+    if name.rpartition(".")[2] in MADE_BY_CALLS or not inspect.isclass(thing := load(name)):
+        return
+    shown = options(name)
+    fields = hasattr(thing, "_fields") or issubclass(thing, Enum)
+    made = dataclasses.is_dataclass(thing) or (not fields and thing.__init__ is not object.__init__)
+    if fields or made:
+        assert shown & {"merge_init_into_class", "show_if_no_docstring"}, name
+
+
+def test_the_api_page_of_a_draft_shows_its_steps() -> None:
+    assert "inherited_members" in options("hetcoll.plan.algorithms.Draft")
 
 
 def test_the_site_lists_each_page() -> None:
