@@ -88,10 +88,7 @@ bool Task::AdvanceLane(Links& links, std::size_t lane) {
     if (!s.complete) {  // a send may have been finished by the reduction that it was fused with
       const bool any = Limit(s, limit) && Move(links, index, limit);
       moved |= any;
-      if (!s.complete) {
-        const bool lent = s.op == Op::kSend && s.len > 0 && s.posted == s.len && s.wire == 0;
-        return (lent && !p2p_ && PostAhead(links, lane)) || moved;
-      }
+      if (!s.complete) return PostAhead(links, lane) || moved;
     }
     if (++heads_[lane] == end) --lanes_left_;
   }
@@ -168,16 +165,25 @@ bool Task::Post(Links& links, BoundStep& s, std::size_t limit) {
   return n > 0 || s.len == 0;
 }
 
-// The head of this lane is a send that was handed over and is still read where it lies: the sends behind it need not
-// wait for that. Nothing else may go ahead, and none is done before its turn: whoever waits for a step relies on all
-// before it on its lane.
+// Where on a lane the next send stands that was not handed over as a whole, when from `at` on there are none but sends
+// that were, and are still read where they lie: those behind them need not wait for that. Else 0.
+std::uint32_t Task::Ahead(std::size_t lane, std::uint32_t at) const {
+  const std::uint32_t end = bound_.lane_begin[lane + 1];
+  for (const std::uint32_t head = heads_[lane]; !p2p_ && at < end; ++at) {
+    const BoundStep& s = steps_[bound_.order[at]];
+    if (s.op != Op::kSend || s.wire > 0 || s.len == 0) return 0;
+    if (s.posted < s.len) return at > head ? at : 0;
+  }
+  return 0;
+}
+
+// Nothing but such sends may go ahead, and none is done before its turn: whoever waits for a step relies on all before
+// it on its lane.
 bool Task::PostAhead(Links& links, std::size_t lane) {
   bool moved = false;
-  for (std::uint32_t at = heads_[lane] + 1; at < bound_.lane_begin[lane + 1]; ++at) {
+  for (std::uint32_t at = heads_[lane]; (at = Ahead(lane, at)) > 0;) {
     BoundStep& s = steps_[bound_.order[at]];
     std::size_t limit = s.len;
-    if (s.op != Op::kSend || s.wire > 0 || s.len == 0) return moved;
-    if (s.posted == s.len) continue;
     if (!Limit(s, limit)) return moved;
     moved |= Post(links, s, limit);
     if (s.posted < s.len) return moved;

@@ -123,11 +123,14 @@ class Task : public Pending {
   FlightRecorder::Mark mark;         // of the call
   std::shared_ptr<Shape> keepalive;  // while it is queued
 
-  // The steps that wait at the heads of lanes: for sleeping, for departed peers and for messages to people.
+  // The steps that wait at the heads of lanes, and sends that go ahead of them: for sleeping, for departed peers and
+  // for messages to people.
   template <class Fn>
   void ForEachBlocked(Fn&& fn) const {
     for (std::size_t lane = 0; lane + 1 < bound_.lane_begin.size(); ++lane) {
-      if (heads_[lane] < bound_.lane_begin[lane + 1]) fn(steps_[bound_.order[heads_[lane]]]);
+      if (heads_[lane] == bound_.lane_begin[lane + 1]) continue;
+      fn(steps_[bound_.order[heads_[lane]]]);
+      if (const std::uint32_t at = Ahead(lane, heads_[lane]); at > 0) fn(steps_[bound_.order[at]]);
     }
   }
   // Whether nothing but its peer keeps this step from moving.
@@ -142,6 +145,7 @@ class Task : public Pending {
   bool Move(Links& links, std::uint32_t index, std::size_t limit);
   bool MoveSend(Links& links, BoundStep& s, std::size_t limit);
   bool Post(Links& links, BoundStep& s, std::size_t limit);
+  std::uint32_t Ahead(std::size_t lane, std::uint32_t at) const;
   bool PostAhead(Links& links, std::size_t lane);
   bool MoveRecv(Links& links, BoundStep& s, std::size_t limit);
   bool MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::size_t limit);

@@ -30,7 +30,8 @@ class TcpSend final : public SendEnd {
     n = std::min(n, kTcpMove);
     do {
       const std::ptrdiff_t r = PushBlock(m, at + taken, data + taken, n - taken);
-      if (r == kWouldBlock) return taken > 0 ? static_cast<std::ptrdiff_t>(taken) : kWouldBlock;
+      full_ = r == kWouldBlock;
+      if (full_) return taken > 0 ? static_cast<std::ptrdiff_t>(taken) : kWouldBlock;
       taken += static_cast<std::size_t>(r);
       if (sockets_->lends()) lent_ += static_cast<std::size_t>(r);
     } while (taken < n);
@@ -45,7 +46,10 @@ class TcpSend final : public SendEnd {
     return true;
   }
 
-  void AddPoll(std::vector<pollfd>& fds) const override { fds.push_back({sockets_->fd(course_.stripe), POLLOUT, 0}); }
+  // That there is room again concerns only who found none. What is lent comes back by nothing but Keep.
+  void AddPoll(std::vector<pollfd>& fds) const override {
+    fds.push_back({sockets_->fd(course_.stripe), static_cast<short>(full_ ? POLLOUT : 0), 0});
+  }
   // A peer that has left acknowledges what is lent, as long as the connection stands.
   bool FinalWithoutPeer() const override { return lent_ == 0; }
   void Count(Holdings& held) const override { sockets_->Count(held); }
@@ -118,6 +122,7 @@ class TcpSend final : public SendEnd {
 
   std::shared_ptr<Sockets> sockets_;
   Course course_;
+  bool full_ = false;  // the last that was offered was not taken as a whole
   std::size_t lent_ = 0;
   // Of a checked block:
   BlockCheck check_ = 0;        // of what is before checked_to_

@@ -82,6 +82,31 @@ def test_a_stalled_link_is_waited_for(launch: Launch) -> None:
             assert outcome.value > HOLD - 1, "the link did not stall"
 
 
+def wait_for_one_that_is_late(comm: hetcoll.Communicator, late: float) -> tuple[int, float]:
+    """How often rank 0 slept while it waited for rank 1, which got its message at once, and for how long."""
+    x, total = np.ones(1 << 14, np.float32), np.zeros(1 << 14, np.float32)
+    for _ in range(3):  # connected, bound, and known to the fast path
+        comm.allreduce(x, total)
+    before, start = comm._core.engine.naps, time.monotonic()
+    if comm.rank == 1:
+        time.sleep(late)
+    comm.allreduce(x, total)
+    assert (total == comm.size).all()
+    return comm._core.engine.naps - before, time.monotonic() - start
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["direct", "oneshot"])
+def test_who_has_sent_all_sleeps_until_the_answer_comes(launch: Launch, name: str, size: int) -> None:
+    """What it sent may still be read where it lies, and the sockets would take more: neither is a reason to wake."""
+    ranks = launch(size, HETCOLL_TRANSPORT="tcp", HETCOLL_ALGO=f"allreduce:{name}")
+    ranks.start(wait_for_one_that_is_late, 1.0)
+    first = ranks.finish(30)[0]
+    assert first.error is None, first.trace
+    naps, seconds = first.value
+    assert naps < 20 + 100 * seconds, f"{naps} naps in {seconds:.2f} s"
+
+
 def test_the_timeout_names_the_messages_that_hang(launch: Launch) -> None:
     message = [
         launch(2, HETCOLL_TIMEOUT="4.5", HETCOLL_TRANSPORT=transport, HETCOLL_FAULT=f"stall=8000000,hold=60,rank={end}")
