@@ -38,7 +38,7 @@ def test_they_are_proved_to_add_in_rank_order(kind: Collective, entry: Algorithm
 @pytest.mark.parametrize(("kind", "entry"), ORDERED)
 def test_the_checker_tells_another_order(kind: Collective, entry: Algorithm) -> None:
     """Their plans without the order, and with ranks that have changed places, would give other bits."""
-    if entry.name in ("oneshot", "chain"):  # they have no other
+    if entry.name in ("oneshot", "chain", "reduce_broadcast"):  # they have no other
         plans = build(entry, 4, 0, ordered=False)
         assert not plans[0].ordered
         check([replace(plan, ordered=True) for plan in plans])

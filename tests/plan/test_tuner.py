@@ -162,12 +162,30 @@ def test_more_ranks_than_cores_ask_for_fewer_hops() -> None:
 
 
 def test_more_ranks_than_cores_send_few_messages_over_sockets() -> None:
-    for n, last in ((4, "halving_doubling"), (6, "direct"), (8, "halving_doubling")):
+    for n, first, last in (
+        (4, "doubling", "halving_doubling"),
+        (6, "reduce_broadcast", "direct"),
+        (8, "reduce_broadcast", "halving_doubling"),
+    ):
         crowded = table(Collective.ALLREDUCE, cluster(n, cores=2, setting="tcp"))
-        assert (crowded[0][1], crowded[-1][1]) == ("doubling", last)
+        assert (crowded[0][1], crowded[-1][1]) == (first, last)
     # Where each rank has a core, whoever waits for one other at each step leaves it idle.
     assert table(Collective.ALLREDUCE, cluster(8, setting="tcp"))[-1][1] == "direct"
     assert table(Collective.ALLREDUCE, cluster(2, cores=2, setting="tcp"))[0][1] == "oneshot"
+
+
+def test_sums_in_rank_order_send_few_messages_over_sockets() -> None:
+    """Where ranks share cores: the fewest in all, and no loop through all ranks for what the root could add at once."""
+    for n in (4, 8, 16):
+        crowded = cluster(n, cores=2, setting="tcp")
+        rows = table(Collective.ALLREDUCE, crowded, ordered=True)
+        assert (rows[0][1], rows[-1][1]) == ("reduce_broadcast", "direct")
+        assert rows[0][0] > 32 << 10
+        upper, first = table(Collective.REDUCE, crowded, ordered=True)[0]
+        assert first == "direct"
+        assert upper > 256 << 10
+    rows = table(Collective.ALLREDUCE, cluster(*[1] * 64), ordered=True)
+    assert [name for _, name in rows] == ["reduce_broadcast", "oneshot", "direct"]
 
 
 def test_a_slower_network_moves_the_thresholds() -> None:

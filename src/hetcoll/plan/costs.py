@@ -88,6 +88,13 @@ def _halving_doubling(n: int) -> Cost:
     return Cost(2 * k + 2 * folded, 4 * k + 2 * folded, moved, moved, once + folded, stepwise=True)
 
 
+def _reduce_broadcast(n: int) -> Cost:
+    below = ceil_log2(n)
+    messages = n - 1 + below
+    mean = 4 * (n - 1) / (n * messages) if n > 1 else 1.0
+    return Cost(1 + floor_log2(n), messages, below, n - 1, n - 1, stepwise=True, mean=mean, senders=max(n - 1, 1))
+
+
 _MOST_CORES = 32  # the most on which `chained` was measured
 
 
@@ -122,6 +129,7 @@ COSTS: dict[Collective, dict[str, Callable[[int], Cost]]] = {
             2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, answered=1 / n, senders=n - 1
         ),
         "chained": _chained,
+        "reduce_broadcast": _reduce_broadcast,
         "doubling": _doubling,
         "halving_doubling": _halving_doubling,
         "ring": lambda n: Cost(2 * (n - 1), 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, NEAR),
@@ -149,10 +157,10 @@ COSTS: dict[Collective, dict[str, Callable[[int], Cost]]] = {
         "tree": lambda n: Cost(ceil_log2(n), min(n, 4), _below(n), 1, 0, NEAR, stepwise=True),
     },
     Collective.REDUCE: {
-        "direct": lambda n: Cost(1, n - 1, 0, n - 1, n - 1, senders=n - 1),
+        "direct": lambda n: Cost(1, n - 1, 0, n - 1, n - 1, mean=2 / n, senders=n - 1),
         "binomial": lambda n: Cost(floor_log2(n), ceil_log2(n), 0, ceil_log2(n), ceil_log2(n), NEAR),
         "ring": lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR),
-        "chain": lambda n: Cost(n, 2, 1, 1, 1, NEAR),
+        "chain": lambda n: Cost(n, 2, 1, 1, 1, NEAR, stepwise=True),  # a loop: the root waits for its own term
         "tree": _tree_reduce,
     },
     Collective.GATHER: {"direct": lambda n: Cost(1, n - 1, 0, (n - 1) / n)},

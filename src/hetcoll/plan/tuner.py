@@ -263,7 +263,7 @@ class _Place:
         mean = max(cost.mean, 1 / crowding) if link is machine.loopback else 1.0  # all that it takes is work of cores
         # The ranks of a core run one after another, and not always the one that could go on.
         hops = 1.5 * (cost.hops - 1) / crowding + 1 if cost.turns else cost.hops
-        fixed = (hops * latency + cost.messages * overhead * crowding) * mean
+        fixed = hops * latency + cost.messages * overhead * crowding * mean
         copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
         if cost.copied > 0:
             copied += cost.copied - (cost.sent if link is machine.shm and not self.claims else 0)
@@ -272,8 +272,8 @@ class _Place:
         if self.several or machine.slots_incast > 0:
             moved *= self.incast(cost)
         work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
-        # Who waits for one other leaves a shared core to the rest; where several streams meet (near), all wait.
-        if cost.stepwise and (near or crowding <= 1 or link is not machine.loopback):
+        # Who waits for one other leaves a shared core to the rest; where several streams meet, all wait.
+        if cost.stepwise and (near or cost.senders > 1 or crowding <= 1 or link is not machine.loopback):
             work *= machine.stall
         senders = self.next_senders if near else self.senders
         return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * senders)

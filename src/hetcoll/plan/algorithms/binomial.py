@@ -1,8 +1,8 @@
 """Binomial trees: about log2 n hops and messages, for messages whose bytes cost less than their hops.
 
 Rank v (counted from the root) is over v + 1, v + 2, v + 4, ... up to its own lowest bit, and so over the interval that
-they cover. Everything runs in one lane: nothing streams, nothing needs a dep. Thakur, Rabenseifner and Gropp (IJHPCA
-2005) describe all four.
+they cover. All but the all-reduce run in one lane: nothing streams, nothing needs a dep. Thakur, Rabenseifner and Gropp
+(IJHPCA 2005) describe them.
 
 Gather and scatter are taken only by name: what is on its way needs scratch as large as the root's buffer, on ranks
 whose own buffers are small.
@@ -14,6 +14,7 @@ from ...types import Collective
 from ..costs import ceil_log2
 from ..ir import Buf
 from .base import Draft, inp, out, register, tmp
+from .direct import in_rank_order
 
 
 def _family(p: Draft) -> tuple[int | None, list[int]]:
@@ -95,3 +96,19 @@ def scatter(p: Draft) -> None:
         for start, count in _interval(p, child):
             p.send(0, held(start, count), child)
     p.copy(0, out(), held(p.rank))
+
+
+@register(Collective.ALLREDUCE, "reduce_broadcast", ordered=True)
+def allreduce(p: Draft) -> None:
+    """Everyone sends all to one rank, which adds in rank order; the sum comes down the tree: 1 + floor(log2 n) hops,
+    and the fewest messages that all ranks together can do with, 2(n-1)."""
+    parent, children = _family(p)
+    final: int | None
+    if parent is None:
+        p.scratch_copies = int(p.rank > 1)
+        final = p.scaled(2, out(), in_rank_order(p, 0, out(), inp(), out() if p.rank < 2 else tmp()))
+    else:
+        p.send(0, inp(), p.root)
+        final = p.recv(1, out(), parent, channel=1)
+    for child in reversed(children):
+        p.send(3, out(), child, channel=1, after=[final])

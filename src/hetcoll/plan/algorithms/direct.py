@@ -30,10 +30,10 @@ def oneshot_allreduce(p: Draft) -> None:
         p.scaled(2, out(), p.recv_reduce(1, out(), inp(), 1 - r, after=[sent]))
         return
     p.scratch_copies = 1
-    p.scaled(2, out(), _in_rank_order(p, 1, out(), inp(), tmp(), sent))
+    p.scaled(2, out(), in_rank_order(p, 1, out(), inp(), tmp(), sent))
 
 
-def _in_rank_order(p: Draft, lane: int, result: Span, own: Span, held: Span, sent: int | None = None) -> int | None:
+def in_rank_order(p: Draft, lane: int, result: Span, own: Span, held: Span, sent: int | None = None) -> int | None:
     """`result` gets the sum of my term `own` and of a message of each other rank, added in rank order.
 
     `held` is where the sum grows before it is whole: it may be `result` on ranks 0 and 1, whose own term is among the
@@ -60,7 +60,7 @@ def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
         p.send(0, sent, peer, after=[ready])
     if p.ordered:
         p.scratch_copies = int(p.size > 2)
-        return _in_rank_order(p, 1, result, own, result if p.rank < 2 else tmp(p.rank))
+        return in_rank_order(p, 1, result, own, result if p.rank < 2 else tmp(p.rank))
     reduced = None
     for peer in p.before_me():
         reduced = p.recv_reduce(1, result, own, peer)
@@ -116,7 +116,7 @@ def reduce(p: Draft) -> None:
         return
     if p.ordered:
         p.scratch_copies = int(p.rank > 1)
-        p.scaled(1, out(), _in_rank_order(p, 0, out(), inp(), out() if p.rank < 2 else tmp()))
+        p.scaled(1, out(), in_rank_order(p, 0, out(), inp(), out() if p.rank < 2 else tmp()))
         return
     total, reduced = inp(), None
     for peer in p.after_me():
