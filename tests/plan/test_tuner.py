@@ -242,6 +242,45 @@ def test_a_network_of_a_lower_rate_asks_for_fewer_bytes() -> None:
     assert after["direct"] == before["direct"] < UNLIMITED
 
 
+def far(micros: int, topology: Topology) -> Topology:
+    """All but the ranks of the first host tell such a round trip to it."""
+    home = topology.hosts[0]
+    ranks = (replace(info, round_trip=0 if info.rank in home else micros) for info in topology.ranks)
+    return replace(topology, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize("hosts", [(1,) * 4, (1,) * 8, (2,) * 4])
+def test_a_network_of_a_high_latency_asks_for_the_fewest_rounds(hosts: tuple[int, ...]) -> None:
+    near, distant = cluster(*hosts), far(2048, cluster(*hosts))
+    for kind, nbytes, few in (
+        (Collective.ALLREDUCE, 64 << 10, "oneshot"),
+        (Collective.ALLREDUCE, 2 << 20, "direct"),
+        (Collective.BROADCAST, 128 << 10, "direct"),
+    ):
+        assert choose(kind, nbytes, near).name != few
+        assert choose(kind, nbytes, distant).name == few
+    assert choose(Collective.BARRIER, 0, distant).name == "direct"
+    for kind in ALGORITHMS:  # all hold the same, whoever of them looks
+        assert table(kind, distant) == table(kind, far(2048, cluster(*hosts)))
+
+
+def test_on_a_slow_network_rings_gain_from_the_same_sizes_on_whatever_its_latency() -> None:
+    slow = rated(*[(200, 0)] * 8)
+    later = replace(slow, ranks=tuple(replace(info, round_trip=128) for info in slow.ranks))
+    begins = [table(Collective.ALLREDUCE, each)[-2][0] for each in (cluster(*[1] * 8), slow, later)]
+    assert max(begins) < 1.05 * min(begins)
+
+
+def test_the_longest_round_trip_is_taken_where_it_is_longer_than_the_machines() -> None:
+    some = Topology(tuple(replace(info, round_trip=(0, 64, 2048, 0)[info.rank]) for info in cluster(1, 1, 1, 1).ranks))
+    assert some.round_trip == (2048, 2)
+    assert Machine().on(some) == Machine()._replace(tcp=Machine().tcp._replace(latency=1024e-6))
+    assert Machine().network(some).endswith("; 1024 us a message, by the round trip of rank 2")
+    assert Machine().on(far(16, cluster(2, 2))) == Machine()  # a rank takes as long as that before it sees a message
+    alone = Topology(tuple(replace(info, round_trip=2048) for info in cluster(4).ranks))  # one host has no network
+    assert Machine().on(alone) == Machine()
+
+
 def test_v_forms_choose_among_their_plain_forms() -> None:
     for kind in (Collective.ALLGATHERV, Collective.REDUCE_SCATTERV, Collective.ALLTOALLV):
         assert table(kind, cluster(5)) == table(kind.plain, cluster(5))

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from far import Delay
 from patience import PATIENCE
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
@@ -89,6 +90,24 @@ class Network:
         """How fast it may receive there: what more comes at once waits in the switch, and is lost beyond 50 ms."""
         shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
         _within(self._switch, "tc", "qdisc", "replace", "dev", f"port{host}.{net}", *shape)
+
+    @contextmanager
+    def delayed(self, seconds: float) -> Iterator[None]:
+        """What goes to a host, and what comes from it, is held for so long."""
+        ports = [f"{host}.{net}" for host in range(len(self.hosts)) for net in range(2)]
+        delay = Delay([(f"near{port}", f"far{port}") for port in ports], seconds, lambda: enter(self._switch))
+        try:
+            lines = []
+            for port in ports:
+                lines += [f"link add own{port} type bridge", f"link set own{port} up"]
+                lines += [f"link set {name}{port} master own{port} up" for name in ("port", "near")]
+                lines.append(f"link set far{port} master br{port[-1]} up")
+            _within(self._switch, "ip", lines=lines)
+            yield
+        finally:
+            delay.close()
+            _within(self._switch, "ip", lines=[f"link del own{port}" for port in ports])
+            self.mend()
 
     def cut(self, host: int, *nets: int) -> None:
         """Take the interfaces down at the switch's end: the host sees no carrier and nobody says goodbye."""

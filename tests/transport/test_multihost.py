@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,6 +120,33 @@ def test_three_hosts_with_two_networks(launch: Launch, net: netns.Network) -> No
         assert nbytes <= far["eth0"] + far["eth1"] < 1.2 * nbytes, far
         near = ranks.run(with_comm, exchange, 0, 1, nbytes)[0]
         assert near["eth0"] + near["eth1"] + near["lo"] < 0.1 * nbytes, near
+
+
+def chosen(comm: hetcoll.Communicator, nbytes: int) -> tuple[str, str]:
+    """By what an all-reduce goes, which is right, and what is taken for the network."""
+    x = np.full(nbytes // 4, comm.rank, np.float32)
+    comm.allreduce(x)
+    assert (x == sum(range(comm.size))).all()
+    told = comm.explain("allreduce", nbytes)
+    return told.algorithm, told.network
+
+
+def test_a_network_of_a_high_latency_is_known_and_asks_for_the_fewest_rounds(
+    launch: Launch, net: netns.Network
+) -> None:
+    nbytes = 512 << 10
+    with joined(launch, net) as (ranks, _):
+        rows = ranks.run(with_comm, chosen, nbytes)
+    assert len(set(rows)) == 1
+    assert rows[0][0] != "oneshot", rows[0]
+    with net.delayed(0.004), joined(launch, net) as (ranks, _):
+        rows = ranks.run(with_comm, chosen, nbytes)
+    assert len(set(rows)) == 1
+    name, network = rows[0]
+    assert name == "oneshot"
+    found = re.search(r"; (\d+) us a message, by the round trip of rank [2-5]$", network)
+    assert found, network
+    assert int(found[1]) >= 4096, "8 ms each way, as the nearest power of two says it"
 
 
 @pytest.mark.calm

@@ -168,25 +168,27 @@ def _check_settings(settings: Column) -> None:
 
 
 class Reach(NamedTuple):
-    """Where a rank listens, its RDMA ports, why it has none, and its cards' `RankInfo.rates`."""
+    """Where a rank listens, its RDMA ports, why it has none, its cards' `RankInfo.rates`, and its `round_trip`."""
 
     addresses: Sequence[Address]
     nics: Sequence[Nic]
     no_nics: str
     rates: tuple[int, int]
+    round_trip: int
 
     def telling(self) -> Telling:
         """For `read_cards`; the addresses for `unpack_addresses`, of those who ask."""
-        cards = json.dumps([[asdict(nic) for nic in self.nics], self.no_nics, *self.rates]).encode()
+        cards = json.dumps([[asdict(nic) for nic in self.nics], self.no_nics, *self.rates, self.round_trip]).encode()
         return Telling([cards], own=pack_addresses(self.addresses))
 
 
 class Cards(NamedTuple):
-    """A rank's RDMA ports, why it has none, and its cards' rates: fields of `RankInfo`."""
+    """A rank's RDMA ports, why it has none, its cards' rates, and its round trip: fields of `RankInfo`."""
 
     nics: tuple[Nic, ...]
     no_nics: str
     rates: tuple[int, int]
+    round_trip: int
 
 
 def read_cards(column: Column) -> list[Cards]:
@@ -196,7 +198,7 @@ def read_cards(column: Column) -> list[Cards]:
 
 @parser("what a rank tells of its cards")
 def _read_cards(value: bytes) -> Cards:
-    nics, no_nics, tcp, rdma = json.loads(value)
-    if not (isinstance(tcp, int) and isinstance(rdma, int)):
-        raise TypeError(f"rates: wanted whole numbers, got {tcp} and {rdma}")
-    return Cards(tuple(Nic(**nic) for nic in nics), no_nics, (tcp, rdma))
+    nics, no_nics, tcp, rdma, round_trip = json.loads(value)
+    if not (isinstance(tcp, int) and isinstance(rdma, int) and isinstance(round_trip, int)):
+        raise TypeError(f"rates and round trip: wanted whole numbers, got {tcp}, {rdma} and {round_trip}")
+    return Cards(tuple(Nic(**nic) for nic in nics), no_nics, (tcp, rdma), round_trip)

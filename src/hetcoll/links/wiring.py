@@ -186,7 +186,7 @@ class Wiring:
         self.mending.add(self.engine)
         no_nics = self._open_nics(self._listener.addresses)
         rates = self._listener.rate(self.stripes or 1), 0 if self.local_nics is None else self.local_nics.rate
-        mine = Reach(self._listener.addresses, self.nics, no_nics, rates).telling()
+        mine = Reach(self._listener.addresses, self.nics, no_nics, rates, self._control.round_trip).telling()
         (told,) = self._control.exchange_columns(self.group, _ADDRESSES, mine, self._left())
         cards = zip(self.topology.ranks, read_cards(told), strict=True)
         infos = (replace(info, **each._asdict()) for info, each in cards)

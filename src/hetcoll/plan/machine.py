@@ -64,34 +64,41 @@ class Machine(NamedTuple):
     slots_incast_most: int = 3
 
     def on(self, topology: Topology) -> Machine:
-        """The same with the rate of the network between hosts, where ranks say it: of the slowest cards.
+        """The same with the rate of the network between hosts, where ranks say it: of the slowest cards; and over TCP
+        with its latency, half of the longest round trip, where that is more than what is taken for it.
 
-        A rank moves no more over TCP than it did, however fast its cards are. What incast takes stays as it is: that
-        was measured at 200 Mbit/s, and rings gained from the same sizes on at 1 Gbit/s.
+        A rank moves no more over TCP than it did, however fast its cards are. What incast takes was measured at 200
+        Mbit/s, and rings gained from the same sizes on at 1 Gbit/s: so it stays as it is, and grows with the latency of
+        a slow network, up to the part of a byte's time that it was.
         """
-        mbits, _ = topology.rate
+        machine, (mbits, _), (micros, _) = self, topology.rate, topology.round_trip
+        if topology.between_hosts == "tcp" and micros * 0.5e-6 > self.tcp.latency:
+            machine = self._replace(tcp=self.tcp._replace(latency=micros * 0.5e-6))
         if mbits == 0:
-            return self
+            return machine
         if topology.between_hosts == "verbs":
-            return self._replace(verbs=self.verbs._replace(bandwidth=mbits * _MBIT * _VERBS))
+            return machine._replace(verbs=self.verbs._replace(bandwidth=mbits * _MBIT * _VERBS))
         rate = min(self.tcp.bandwidth, mbits * _MBIT * _FRAMES)
-        slower = rate / self.tcp.bandwidth
-        return self._replace(tcp=self.tcp._replace(bandwidth=rate), incast=self.incast * slower)
+        slower, later = rate / self.tcp.bandwidth, machine.tcp.latency / self.tcp.latency
+        incast = self.incast * min(1.0, slower * later)
+        return machine._replace(tcp=machine.tcp._replace(bandwidth=rate), incast=incast)
 
     def network(self, topology: Topology) -> str:
         """What `on` makes of the network between hosts, for people; nothing of one host."""
         if len(topology.hosts) == 1:
             return ""
         mbits, rank = topology.rate
+        ours = self.on(topology).tcp
         if mbits == 0:
-            link = self.verbs if topology.between_hosts == "verbs" else self.tcp
-            return (
-                f"network between hosts: taken for {8e-9 * link.bandwidth:.3g} Gbit/s: no system says its cards' rate"
-            )
-        told = f"network between hosts: {mbits / 1000:.6g} Gbit/s, as the system of rank {rank} says of its cards"
-        ours = self.on(topology).tcp.bandwidth
-        bound = topology.between_hosts == "tcp" and ours == self.tcp.bandwidth
-        return told + (f"; of which a rank fills {8e-9 * ours:.3g} by TCP" if bound else "")
+            taken = self.verbs if topology.between_hosts == "verbs" else self.tcp
+            told = f"taken for {8e-9 * taken.bandwidth:.3g} Gbit/s: no system says its cards' rate"
+        else:
+            told = f"{mbits / 1000:.6g} Gbit/s, as the system of rank {rank} says of its cards"
+            if topology.between_hosts == "tcp" and ours.bandwidth == self.tcp.bandwidth:
+                told += f"; of which a rank fills {8e-9 * ours.bandwidth:.3g} by TCP"
+        if ours.latency > self.tcp.latency:
+            told += f"; {ours.latency * 1e6:.6g} us a message, by the round trip of rank {topology.round_trip[1]}"
+        return f"network between hosts: {told}"
 
 
 GPUS = Machine(

@@ -51,7 +51,8 @@ class RankInfo:
     ``cpu``, ``cuda`` or ``hip``, or nothing. `no_direct` says why its RDMA devices do not reach its GPU's memory;
     nothing where they do, or nobody has looked. `claims`: its processor is slow to write where others have only read,
     so slots are claimed (native/transport/shm/shm.h). `rates`, in Mbit/s, are those of the cards that it uses for TCP
-    and for RDMA, as its system says; 0 where it does not.
+    and for RDMA, as its system says; 0 where it does not. `round_trip`, in microseconds, is that to the host of the
+    job's store, or of a relay, by TCP; 0 on that host, and where the system does not say it.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class RankInfo:
     no_direct: str = ""
     claims: bool = False
     rates: tuple[int, int] = (0, 0)
+    round_trip: int = 0
 
 
 @dataclass(frozen=True)
@@ -350,6 +352,13 @@ class Topology:
         which = self.between_hosts == "verbs"
         told = ((info.rates[which], info.rank) for info in self.ranks if info.rates[which] > 0)
         return min(told, default=(0, 0)) if len(self.hosts) > 1 else (0, 0)
+
+    @cached_property
+    def round_trip(self) -> tuple[int, int]:
+        """The longest between hosts that a rank told, in microseconds, and the first rank that did; or 0s."""
+        told = ((info.round_trip, -info.rank) for info in self.ranks)
+        longest, rank = max(told) if len(self.hosts) > 1 else (0, 0)
+        return (longest, -rank) if longest > 0 else (0, 0)
 
     def without_rails(self, a: int, b: int) -> str:
         """Why two ranks have no RDMA path to each other."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .. import lifetime
 from ..config.limits import Held, reserve_descriptors
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
-from .connections.sockets import SILENT, spell_address, spell_error
+from .connections.sockets import SILENT, round_trip, spell_address, spell_error
 from .membership import Call, Membership
 from .protocol.columns import Column, Telling, unpack_columns
 from .protocol.news import Handler, StoreLost, Verdict
@@ -76,6 +76,11 @@ class ControlClient:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def round_trip(self) -> int:
+        """In microseconds, to where the store or a relay is: see `sockets.round_trip`."""
+        return round_trip(self._uplink.sock)
 
     @property
     def unique_id(self) -> UniqueId:

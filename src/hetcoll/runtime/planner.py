@@ -73,7 +73,8 @@ class Explanation(NamedTuple):
     it is reached, what they did so far, and what is wrong with those that are not used; and of each other rank's GPU,
     once there were calls on GPUs, how data goes there. `compress` says which edges are compressed, and how much that
     makes of float32's bytes, or why none are. `gpus` says what arrays on GPUs would have it do, as float32 and sums,
-    once there were calls on GPUs. `network` says what is taken for the rate of the network between hosts.
+    once there were calls on GPUs. `network` says what is taken for the rate and latency of the network between
+    hosts.
     """
 
     collective: str
