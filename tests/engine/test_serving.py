@@ -148,3 +148,48 @@ def hand_over(comm: hetcoll.Communicator, senders: list[int], receivers: list[in
 @pytest.mark.parametrize(("senders", "receivers"), [([2, 0], [1]), ([1], [0, 2])])
 def test_caches_change_hands(pool: Pool, senders: list[int], receivers: list[int]) -> None:
     pool(3).run(hand_over, senders, receivers)
+
+
+def hand_over_in_parts(comm: hetcoll.Communicator, apart: tuple[bool, bool]) -> None:
+    """Ranks 0 and 1 to rank 2: a layer's blocks in two calls, with layers in arrays of their own on some sides."""
+    src, dst = CacheLayout(**SIZES, ranks=2, apart=apart[0]), CacheLayout(**SIZES, apart=apart[1])
+    source, target = whole(src, 5), whole(dst, 6)
+    sends, own = comm.rank < 2, src if comm.rank < 2 else dst
+    cache: Any = part(own, source if sends else target, comm.rank % 2)
+    if own.apart:
+        with pytest.raises(ArgumentError, match="cache: wanted a list of 4 arrays, one a layer, got ndarray"):
+            Handoff(comm, cache, src, dst, [0, 1], [2])
+        cache = [np.ascontiguousarray(cache[layer : layer + 1]) for layer in range(LAYERS)]
+    with Handoff(comm, cache, src, dst, [0, 1], [2]) as handoff:
+        if sends:
+            sending = handoff.send(3)
+            for layer in range(LAYERS):
+                sending.layer(layer, [1, 0], [4, 2], last=False)
+            sending.flush()
+            comm.barrier()
+            comm.barrier()
+            for layer in range(LAYERS):
+                sending.layer(layer, [5], [0])
+            assert not sending.done
+            sending.end()
+            with pytest.raises(ArgumentError, match="layer: this request was ended"):
+                sending.layer(0, [5], [0])
+            wait_until(lambda: sending.done, 60)
+            sending.close()
+        else:
+            receiving = handoff.receive(3)
+            comm.barrier()
+            assert not any(receiving.arrived(layer) for layer in range(LAYERS))
+            assert not receiving.ended
+            comm.barrier()
+            receiving.wait(LAYERS - 1)
+            wait_until(lambda: receiving.ended, 60)
+            receiving.close()
+            target[:, :, [4, 2, 0]] = source[:, :, [1, 0, 5]]
+            assert (np.concatenate(cache if own.apart else [cache]) == target).all()
+        comm.barrier()
+
+
+@pytest.mark.parametrize("apart", list(itertools.product([False, True], repeat=2)))
+def test_layers_in_parts_and_apart(pool: Pool, apart: tuple[bool, bool]) -> None:
+    pool(3).run(hand_over_in_parts, apart)
