@@ -181,10 +181,12 @@ def hand_over_in_parts(comm: hetcoll.Communicator, apart: tuple[bool, bool]) -> 
             comm.barrier()
             assert not any(receiving.arrived(layer) for layer in range(LAYERS))
             assert not receiving.ended
+            assert not receiving.complete
             comm.barrier()
             receiving.wait(LAYERS - 1)
             wait_until(lambda: receiving.ended, 60)
             receiving.close()
+            assert receiving.complete
             target[:, :, [4, 2, 0]] = source[:, :, [1, 0, 5]]
             assert (np.concatenate(cache if own.apart else [cache]) == target).all()
         comm.barrier()

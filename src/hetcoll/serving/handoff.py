@@ -152,8 +152,8 @@ class Sending:
     def layer(
         self, layer: int, src_blocks: Numbers, dst_blocks: Numbers, *, last: bool = True, stream: Any = None
     ) -> bool:
-        """Begin to send these blocks of one layer; False, and nothing is sent, once it is cancelled. A layer may come in
-        parts: it has arrived with its `last`, of which there is one.
+        """Begin to send these blocks of one layer; False, and nothing is sent, once it is cancelled. A layer may come
+        in parts: it has arrived with its `last`, of which there is one.
 
         The blocks must stay as they are until `close`, or a `flush`. Those of a cache on a GPU are read after what is
         now on `stream`: see `Window.put`. ArgumentError for what is not there, before anything is sent.
@@ -214,11 +214,18 @@ class Receiving:
     def __init__(self, handoff: Handoff, slot: int) -> None:
         self._handoff, self._slot, self._use = handoff, slot, handoff._uses[slot]
         self._sources = list(dict.fromkeys(cut.source for cut in handoff._cuts if cut.target == handoff._target))
-        self._closed = False
+        self._closed = self._complete = False
 
     def arrived(self, layer: int) -> bool:
         """Whether all of a layer is there. Never blocks."""
         return self._has(self._check(layer))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all layers have come. Never blocks, and holds after `close`."""
+        return self._complete or (
+            not self._closed and all(self._has(layer) for layer in range(self._handoff.dst.layers))
+        )
 
     @property
     def ended(self) -> bool:
@@ -264,6 +271,7 @@ class Receiving:
             return
         window, end = handoff._signal(self._slot, handoff.dst.layers)
         window.wait_signal(end, self._wanted(handoff.dst.layers), timeout=timeout)
+        self._complete = self.complete
         self._closed = True
         handoff._arrived[self._slot] = [self._count(layer) for layer in range(handoff.dst.layers + 1)]
         handoff._open[self._slot] = False
