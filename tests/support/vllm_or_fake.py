@@ -5,8 +5,22 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
-REAL = importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("vllm.logger") is not None
+_FAKE = Path(__file__).with_name("fake_vllm")
 
-if not REAL and (folder := str(Path(__file__).with_name("fake_vllm"))) not in sys.path:
-    sys.path.append(folder)
+if str(_FAKE) not in sys.path:
+    sys.path.append(str(_FAKE))  # behind what is installed
+
+REAL = importlib.util.find_spec("vllm.logger") is not None
+
+
+def load_fake() -> Any:
+    """The fake interface, beside the real one."""
+    path = _FAKE / "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
+    spec = importlib.util.spec_from_file_location("fake_vllm_base", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
