@@ -1,0 +1,386 @@
+"""NIXL's `nixl_agent` (1.5) over hetcoll's one-sided messages: for programs that move data by it, between any ranks.
+
+    from hetcoll.nixl import nixl_agent, nixl_agent_config
+
+Each agent is a rank of one job, and made by all ranks together: that of `hetcoll.init()`, or `comm` of the
+configuration. Memory is registered by each for itself, at any time, and others hear of it by metadata, as there.
+
+What is not here is an `ArgumentError`: files, blocks and objects; metadata by sockets or etcd (give the bytes of
+`get_agent_metadata` to `add_remote_agent`); costs, telemetry and memory views.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn, Self
+
+import numpy as np
+
+import hetcoll
+
+from .. import ArgumentError, HetcollError, Work
+from ..calls.buffers import Buffer
+from ..runtime.offsets import MOST_PIECES
+from . import descriptors
+from .descriptors import Descriptors, Rows
+from .handles import check_backends, nixl_agent_config, nixl_prepped_dlist_handle, nixl_xfer_handle
+from .notifications import Notifications
+
+__all__ = ["nixl_agent", "nixl_agent_config", "nixl_prepped_dlist_handle", "nixl_xfer_handle"]
+
+_OPERATIONS = {"WRITE": False, "READ": True}
+_FIRST = 1 << 24  # of the windows that ranks open for themselves; those of all have small numbers
+
+
+class _Region(NamedTuple):
+    """A registered piece of memory, and the number of its window."""
+
+    number: int
+    memory: str
+    address: int
+    nbytes: int
+
+
+class nixl_agent:  # noqa: N801  # as there
+    """See the module. A context manager, or `close` it: a rank that ends without is lost to the others."""
+
+    def __init__(
+        self, agent_name: str, nixl_conf: nixl_agent_config | None = None, instantiate_all: bool = False
+    ) -> None:
+        comm = nixl_conf.comm if nixl_conf is not None else None
+        self._owns = comm is None
+        self._comm = hetcoll.init() if comm is None else comm
+        self.name = agent_name
+        mine = [agent_name, secrets.token_hex(8)]
+        told = [json.loads(blob) for blob in self._comm._core.meet("nixl_agent()", json.dumps(mine).encode())]
+        self._names, self._job = [name for name, _ in told], told[0][1]
+        if len(set(self._names)) < len(self._names):
+            raise ArgumentError(f"agent_name: wanted one of its own for each rank, got {self._names}")
+        self._notifications = Notifications(self._comm)
+        self._side = self._notifications.side
+        self._regions: dict[int, _Region] = {}
+        self._buffers: dict[int, Buffer] = {}
+        self._opened = _FIRST
+        self._remote: dict[int, list[_Region]] = {}
+        self._flying: list[nixl_xfer_handle] = []
+        self.notifs: dict[str, list[bytes]] = {}
+
+    def close(self) -> None:
+        """Take all memory back, and leave."""
+        for number in list(self._regions):
+            self._close_region(number)
+        self._notifications.close()
+        if self._owns:
+            self._comm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # What there is.
+
+    def get_plugin_list(self) -> list[str]:
+        return ["HETCOLL"]
+
+    def get_plugin_mem_types(self, backend: str) -> list[str]:
+        check_backends([backend])
+        return ["DRAM", "VRAM"]
+
+    get_backend_mem_types = get_plugin_mem_types
+
+    def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:  # noqa: N803  # as there
+        check_backends([backend])
+
+    def make_connection(self, remote_agent: str | bytes, backends: Sequence[str] = ()) -> None:
+        """All ranks are connected from the start."""
+        self._rank_of(remote_agent)
+
+    # Memory.
+
+    def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> Descriptors:
+        return descriptors.read(descs, mem_type)
+
+    get_xfer_descs = get_reg_descs
+
+    def register_memory(self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()) -> Descriptors:
+        """Open it for the other agents. What it belongs to is the program's to keep until `deregister_memory`."""
+        check_backends(backends)
+        descs = descriptors.read(reg_list, mem_type)
+        for row in descs.rows:
+            buffer, number = descriptors.memory_at(descs.memory, row), self._opened
+            on_gpu = buffer.device != "cpu"
+            if on_gpu:
+                self._side.devices.copies(buffer, "reg_list")
+            self._opened += 1
+            self._side.core.engine.add_window(number, buffer.ptr, buffer.nbytes, 0, on_gpu)
+            self._regions[number] = _Region(number, descs.memory, buffer.ptr, buffer.nbytes)
+            self._buffers[number] = buffer
+        return descs
+
+    def deregister_memory(self, dereg_list: Descriptors, backends: Sequence[str] = ()) -> None:
+        """When it returns nothing touches the memory any more. What comes later is an ERR for who sent it."""
+        check_backends(backends)
+        for address, nbytes, _ in dereg_list:
+            wanted = (dereg_list.memory, address, nbytes)
+            numbers = [each.number for each in self._regions.values() if each[1:] == wanted]
+            if not numbers:
+                raise ArgumentError(f"dereg_list: wanted registered memory, got {nbytes} bytes at {address:#x}")
+            self._close_region(numbers[0])
+
+    def _close_region(self, number: int) -> None:
+        self._side.core.engine.close_window(number)
+        self._side.devices.settle(number)
+        del self._regions[number], self._buffers[number]
+
+    # Metadata.
+
+    def get_agent_metadata(self) -> bytes:
+        return self.get_partial_agent_metadata(None)
+
+    def get_partial_agent_metadata(
+        self, descs: Descriptors | None, inc_conn_info: bool = False, backends: Sequence[str] = ()
+    ) -> bytes:
+        check_backends(backends)
+        wanted = None if descs is None else {(descs.memory, address, nbytes) for address, nbytes, _ in descs}
+        regions = [each for each in self._regions.values() if wanted is None or each[1:] in wanted]
+        return json.dumps({"job": self._job, "agent": self.name, "regions": regions}).encode()
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        """Its name, as bytes as there. More metadata of an agent that is known adds to what is."""
+        try:
+            told = json.loads(metadata)
+            job, name, regions = told["job"], told["agent"], [_Region(*each) for each in told["regions"]]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ArgumentError(f"metadata: wanted that of an agent of hetcoll, got {len(metadata)} bytes") from error
+        if job != self._job or name not in self._names:
+            raise ArgumentError(
+                f"metadata: wanted that of an agent of this job, {self._names}, got {name!r} of another"
+            )
+        peer = self._names.index(name)
+        self._remote[peer] = sorted({*self._remote.get(peer, ()), *regions}, key=lambda each: each.address)
+        return str(name).encode()
+
+    def remove_remote_agent(self, agent: str | bytes) -> None:
+        self._remote.pop(self._rank_of(agent), None)
+
+    def check_remote_metadata(self, agent: str | bytes, descs: Descriptors | None = None) -> bool:
+        peer = self._rank_of(agent)
+        if peer not in self._remote or descs is None:
+            return peer in self._remote
+        return bool((self._place(descs, self._remote[peer])[0] >= 0).all())
+
+    def get_serialized_descs(self, descs: Descriptors) -> bytes:
+        return descs.to_bytes()
+
+    def deserialize_descs(self, serialized_descs: bytes) -> Descriptors:
+        return Descriptors.from_bytes(serialized_descs)
+
+    # Transfers.
+
+    def prep_xfer_dlist(
+        self, agent_name: str | bytes, xfer_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
+    ) -> nixl_prepped_dlist_handle:
+        check_backends(backends)
+        descs, name = descriptors.read(xfer_list, mem_type), _text(agent_name)
+        if name in ("", "NIXL_INIT_AGENT"):
+            return self._prepare(None, descs, self._regions.values(), "this agent")
+        peer = self._rank_of(name)
+        own = self._regions.values() if peer == self._comm.rank else self._remote.get(peer, ())
+        return self._prepare(peer, descs, own, f"{name}, as far as its metadata came")
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_xfer_side: nixl_prepped_dlist_handle,
+        local_indices: Any,
+        remote_xfer_side: nixl_prepped_dlist_handle,
+        remote_indices: Any,
+        notif_msg: bytes | str = b"",
+        backends: Sequence[str] = (),
+        skip_desc_merge: bool = False,
+    ) -> nixl_xfer_handle:
+        check_backends(backends)
+        if operation not in _OPERATIONS:
+            raise ArgumentError(f"operation: wanted WRITE or READ, got {operation!r}")
+        if local_xfer_side.peer is not None or remote_xfer_side.peer is None:
+            raise ArgumentError("local_xfer_side, remote_xfer_side: wanted one of NIXL_INIT_AGENT and one of an agent")
+        here, there = (_index(each, name) for each, name in ((local_indices, "local"), (remote_indices, "remote")))
+        if len(here) != len(there) or not 0 < len(here) <= MOST_PIECES:
+            wanted = f"as many local as remote ones, 1 to {MOST_PIECES}"
+            raise ArgumentError(f"descriptors: wanted {wanted}, got {len(here)} and {len(there)}")
+        for side, at, name in ((local_xfer_side, here, "local"), (remote_xfer_side, there, "remote")):
+            if at.min() < 0 or at.max() >= len(side.descs):
+                raise ArgumentError(f"{name}_indices: wanted 0 to {len(side.descs) - 1}, got {at.min()} to {at.max()}")
+        lengths = local_xfer_side.descs.rows[here, 1]
+        if (lengths != remote_xfer_side.descs.rows[there, 1]).any():
+            raise ArgumentError("descriptors: wanted each remote one as long as its local one")
+        rows = np.stack([local_xfer_side.offsets[here], remote_xfer_side.offsets[there], lengths], axis=-1)
+        pairs = np.stack([local_xfer_side.regions[here], remote_xfer_side.regions[there]], axis=-1)
+        parts = [
+            (int(own), int(other), np.ascontiguousarray(rows[(pairs == (own, other)).all(axis=1)]))
+            for own, other in np.unique(pairs, axis=0)
+        ]
+        return nixl_xfer_handle(self, _OPERATIONS[operation], remote_xfer_side.peer, parts, _bytes(notif_msg))
+
+    def initialize_xfer(
+        self,
+        operation: str,
+        local_descs: Descriptors,
+        remote_descs: Descriptors,
+        remote_agent: str | bytes,
+        notif_msg: bytes | str = b"",
+        backends: Sequence[str] = (),
+    ) -> nixl_xfer_handle:
+        here, there = self.prep_xfer_dlist("", local_descs), self.prep_xfer_dlist(remote_agent, remote_descs)
+        every = np.arange(len(local_descs)), np.arange(len(remote_descs))
+        return self.make_prepped_xfer(operation, here, every[0], there, every[1], notif_msg, backends)
+
+    def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes | str = b"") -> str:
+        """Its state: `check_xfer_state`."""
+        if handle._works is not None and self.check_xfer_state(handle) == "PROC":
+            raise ArgumentError("transfer: wanted a transfer that is over, got one in flight")
+        handle._notif = _bytes(notif_msg) or handle._notif
+        handle._works, handle.error = [], None
+        handle._told, handle._over = not handle._notif, False
+        try:
+            for own, number, rows in handle._parts:
+                if own not in self._buffers:
+                    raise ArgumentError("transfer: wanted registered memory here, got some that was deregistered")
+                handle._works.append(self._begin(handle, self._buffers[own], number, rows))
+        except HetcollError as error:
+            if isinstance(error, ArgumentError):
+                raise
+            handle.error = error
+        self._flying.append(handle)
+        return self.check_xfer_state(handle)
+
+    def _begin(self, handle: nixl_xfer_handle, buffer: Buffer, number: int, rows: Rows) -> Work:
+        side, peer = self._side, handle._peer
+        side.core.host.check_usable()
+        device, after = side.devices.reach(buffer, "descs", None)
+        ticket = side.core.engine.transfer(handle._gets, number, peer, buffer.ptr, rows, -1, device, after)
+        what = f"{'READ from' if handle._gets else 'WRITE to'} agent {self._names[peer]} of {len(rows)} descriptors"
+        begun: Work = side.begun(ticket, buffer, what, True, None)
+        return begun
+
+    def _progress(self) -> None:
+        """Tell of what is over, also where the program only looks for what others tell."""
+        self._flying = [each for each in self._flying if self._state(each) == "PROC"]
+
+    def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
+        """DONE, PROC, or ERR: then the handle's `error` says why."""
+        if handle._works is None:
+            raise ArgumentError("check_xfer_state: wanted a transfer that was posted")
+        self._progress()
+        return self._state(handle)
+
+    def _state(self, handle: nixl_xfer_handle) -> str:
+        assert handle._works is not None
+        try:
+            while not handle._over and handle.error is None and handle._works and handle._works[0].done:
+                handle._works.pop(0).wait()
+            if not handle._over and handle.error is None and not handle._works:
+                if not handle._told:
+                    handle._told = True
+                    self._notifications.post(handle._peer, handle._notif)
+                handle._over = not handle._notif or self._notifications.pump(handle._peer)
+        except HetcollError as error:
+            handle.error = error
+        return "ERR" if handle.error is not None else "DONE" if handle._over else "PROC"
+
+    def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
+        return "HETCOLL"
+
+    def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
+        handle.release()
+
+    def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
+        handle.release()
+
+    # Notifications.
+
+    def get_new_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
+        check_backends(backends)
+        self._progress()
+        return {self._names[sender]: messages for sender, messages in self._notifications.take().items()}
+
+    def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
+        for name, messages in self.get_new_notifs(backends).items():
+            self.notifs.setdefault(name, []).extend(messages)
+        return self.notifs
+
+    def check_remote_xfer_done(
+        self,
+        remote_agent_name: str | bytes,
+        lookup_tag: bytes,
+        backends: Sequence[str] = (),
+        tag_is_prefix: bool = True,
+    ) -> bool:
+        held = self.update_notifs(backends).get(_text(remote_agent_name), [])
+        for at, message in enumerate(held):
+            if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
+                del held[at]
+                return True
+        return False
+
+    def send_notif(self, remote_agent_name: str | bytes, notif_msg: bytes | str, backend: str | None = None) -> None:
+        """Returns when it is under way; what finds the peer's ring full goes on with the next call for that peer."""
+        check_backends([] if backend is None else [backend])
+        self._notifications.post(self._rank_of(remote_agent_name), _bytes(notif_msg))
+
+    # What there is not.
+
+    def _refuse(self, *arguments: object, **options: object) -> NoReturn:
+        raise ArgumentError("wanted one of the calls that hetcoll.nixl has: metadata goes by get_agent_metadata and"
+                            " add_remote_agent, and there are no costs, telemetry, views or storage")  # fmt: skip
+
+    send_local_metadata = fetch_remote_metadata = invalidate_local_metadata = send_partial_agent_metadata = _refuse
+    estimate_xfer_cost = get_xfer_telemetry = query_memory = get_remote_descs = _refuse
+    prep_mem_view = release_mem_view = get_plugin_params = get_backend_params = _refuse
+
+    def _rank_of(self, name: str | bytes) -> int:
+        if _text(name) not in self._names:
+            raise ArgumentError(f"agent: wanted one of {self._names}, got {_text(name)!r}")
+        return self._names.index(_text(name))
+
+    def _prepare(
+        self, peer: int | None, descs: Descriptors, regions: Iterable[_Region], whose: str
+    ) -> nixl_prepped_dlist_handle:
+        numbers, offsets = self._place(descs, regions)
+        if (numbers < 0).any():
+            address, nbytes, _ = descs[int((numbers < 0).argmax())]
+            raise ArgumentError(
+                f"descs: wanted registered {descs.memory} of {whose}, got {nbytes} bytes at {address:#x}"
+            )
+        return nixl_prepped_dlist_handle(peer, descs, numbers, offsets)
+
+    @staticmethod
+    def _place(descs: Descriptors, regions: Iterable[_Region]) -> tuple[Rows, Rows]:
+        """The number of the region in which each lies, or -1, and where in it."""
+        numbers, offsets = np.full(len(descs), -1, np.int64), np.zeros(len(descs), np.int64)
+        address, nbytes = descs.rows[:, 0], descs.rows[:, 1]
+        for region in regions:
+            if region.memory == descs.memory:
+                at = address - region.address
+                inside = (at >= 0) & (nbytes <= region.nbytes) & (at <= region.nbytes - nbytes)
+                numbers[inside], offsets[inside] = region.number, at[inside]
+        return numbers, offsets
+
+
+def _index(values: Any, name: str) -> Rows:
+    found = np.asarray(values)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ArgumentError(f"{name}_indices: wanted a list of whole numbers, got {found.dtype} of shape {found.shape}")
+    return found.astype(np.int64)
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _bytes(message: bytes | str) -> bytes:
+    return message.encode() if isinstance(message, str) else message

@@ -1,0 +1,67 @@
+"""What agents are given and give: NIXL's configuration, and handles of descriptors and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from .. import ArgumentError, Communicator, HetcollError, Work
+from .descriptors import Descriptors, Rows
+
+_BACKENDS = ("HETCOLL", "UCX")  # the second is what programs ask for without a wish
+
+
+def check_backends(names: Sequence[str]) -> None:
+    if unknown := [name for name in names if name not in _BACKENDS]:
+        raise ArgumentError(f"backends: wanted {' or '.join(_BACKENDS)}, got {unknown}: hetcoll has no storage")
+
+
+class Agent(Protocol):
+    def check_xfer_state(self, handle: nixl_xfer_handle) -> str: ...
+
+
+class nixl_agent_config:  # noqa: N801  # as there
+    """As NIXL's; threads, ports and telemetry say nothing here. `comm`: the communicator whose ranks are the agents."""
+
+    def __init__(
+        self,
+        enable_prog_thread: bool = True,
+        enable_listen_thread: bool = False,
+        listen_port: int = 0,
+        capture_telemetry: bool = False,
+        num_threads: int = 0,
+        backends: Sequence[str] = ("UCX",),
+        sync_mode: Any = None,
+        *,
+        comm: Communicator | None = None,
+    ) -> None:
+        for name, asked in (("enable_listen_thread", enable_listen_thread), ("capture_telemetry", capture_telemetry)):
+            if asked:
+                raise ArgumentError(f"{name}: wanted False, since hetcoll's agents have none, got {asked!r}")
+        check_backends(backends)
+        self.backends, self.comm = list(backends), comm
+
+
+class nixl_prepped_dlist_handle:  # noqa: N801  # as there
+    """Descriptors of one agent, checked once: those here, of a rank's own memory, or a peer's."""
+
+    def __init__(self, peer: int | None, descs: Descriptors, regions: Rows, offsets: Rows) -> None:
+        self.peer, self.descs, self.regions, self.offsets = peer, descs, regions, offsets
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class nixl_xfer_handle:  # noqa: N801  # as there
+    """A transfer, which may be posted again when it is over. `error` says why its state is ERR."""
+
+    def __init__(self, agent: Agent, gets: bool, peer: int, parts: list[tuple[int, int, Rows]], notif: bytes) -> None:
+        self._agent, self._gets, self._peer, self._parts, self._notif = agent, gets, peer, parts, notif
+        self._works: list[Work] | None = None
+        self._told = self._over = False
+        self.error: HetcollError | None = None
+
+    def release(self) -> None:
+        """ArgumentError while it is in flight: its memory may still be read or written."""
+        if self._works is not None and self._agent.check_xfer_state(self) == "PROC":
+            raise ArgumentError("release: wanted a transfer that is over, got one in flight, which cannot be cancelled")
