@@ -56,13 +56,14 @@ def start(thread: threading.Thread, resource: Resource, at_exit: Callable[[], No
     """`begin` the thread of `resource`, and `watch` that. Where no thread can be had it is let go of."""
     try:
         begin(thread)
+        # Now, since what is watched may be closed on another thread, which waits for this one's.
+        watch(resource, at_exit)
     except OSError:
         resource.abandon()
         raise
-    except KeyboardInterrupt:  # while it was waited for: it runs
+    except KeyboardInterrupt:  # the thread runs
         resource.close()
         raise
-    watch(resource, at_exit)  # now, since what is watched may be closed on another thread, which waits for this one's
 
 
 def forget(resource: Resource) -> None:

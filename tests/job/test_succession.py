@@ -23,6 +23,7 @@ from resetting import reset
 from thorough import parametrize
 
 import hetcoll
+from hetcoll import lifetime
 from hetcoll.config.env import Config
 from hetcoll.rendezvous import succession, uplink
 from hetcoll.rendezvous.bootstrap import get_unique_id
@@ -207,15 +208,16 @@ def test_a_store_that_is_closed_while_it_begins_ends(monkeypatch: pytest.MonkeyP
     wait_until(lambda: not set(threading.enumerate()) - before)
 
 
-def test_ctrl_c_while_a_store_begins_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, before = threading.Thread.start, set(threading.enumerate())
+@pytest.mark.parametrize("where", [(threading.Thread, "start"), (lifetime, "watch")], ids=["start", "watch"])
+def test_ctrl_c_while_a_store_begins_ends_it(monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]) -> None:
+    begin, before = getattr(*where), set(threading.enumerate())
 
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
+    def interrupted(*args: Any) -> None:
+        begin(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
+        patch.setattr(*where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             get_unique_id(Config())
     wait_until(lambda: not set(threading.enumerate()) - before)
