@@ -379,3 +379,19 @@ def test_of_many_ranks_those_that_stand_out_are_shown() -> None:
     assert [line.split()[0] for line in shown[at + 1 : at + 3]] == ["500", "700"]
     assert shown[at + 6] == "       and 995 more"
     assert max(map(len, shown)) <= 120
+
+
+def test_a_line_of_the_program_is_not_cut_where_the_call_can_be() -> None:
+    waits = {"what": "allreduce(float64, count=262144, op=sum)", "site": "/home/me/train.py:17", "waits": 3.0}
+    rates = rates_of([told(0, 0.0), told(1, 0.0)], [told(0, 1.0, **waits), told(1, 1.0, failed="x" * 100)])
+
+    def rows(columns: int) -> list[str]:
+        return [line for line in text(rates, columns=columns).splitlines() if " 100 " in line or " 101 " in line]
+
+    assert rows(0)[0].endswith("  3.0 s in allreduce(float64, count=262144, op=sum), train.py:17")
+    assert rows(0)[1].endswith("failed: " + "x" * 100)
+    assert rows(100)[0].endswith("  3.0 s in allred..., train.py:17")
+    assert rows(82)[0].endswith("  train.py:17")
+    for columns in (60, 82, 100, 120):
+        assert max(map(len, rows(columns))) <= columns
+    assert [len(row) for row in rows(100)] == [100, 100]

@@ -21,7 +21,6 @@ from ..tools.rates import RankRates, Rates, Slowest, Watch
 _PATIENCE = 1.0  # seconds that a rank has to answer, at most half of the interval
 _LEAST, _MOST = 0.1, 3600.0  # seconds of an interval
 _HOME = "\x1b[H\x1b[J"
-_WIDTH = 120
 _EDGES = 8
 _NONE = "-"
 
@@ -103,29 +102,32 @@ def _show(args: argparse.Namespace, rates: Rates, problem: str, out: TextIO) -> 
         line = {"time": time.time(), "problem": problem, **rates.document()}
         print(json.dumps(line), file=out, flush=True)
         return
-    rows = 0
-    if out.isatty() and not args.once:
-        out.write(_HOME)
-        rows = max(1, shutil.get_terminal_size().lines - _EDGES - 7)
-    print(text(rates, problem, rows), file=out, flush=True)
+    rows = columns = 0
+    if out.isatty():
+        columns, lines = shutil.get_terminal_size()
+        if not args.once:
+            out.write(_HOME)
+            rows = max(1, lines - _EDGES - 7)
+    print(text(rates, problem, rows, columns), file=out, flush=True)
     if not out.isatty() and not args.once:
         print(file=out, flush=True)
 
 
-def text(rates: Rates, problem: str = "", most: int = 0) -> str:
-    """A look for people; `most` ranks of it, 0: all. Those that stand out come first then."""
+def text(rates: Rates, problem: str = "", most: int = 0, columns: int = 0) -> str:
+    """A look for people; `most` ranks of it, 0: all. Those that stand out come first then. Lines have up to `columns`,
+    0: as many as they take."""
     ranks, left = rates.ranks, 0
     if most and len(ranks) > most:
         left = len(ranks) - most
         ranks = sorted(ranks, key=lambda rank: (not rank.silent, not rank.failed, _order(rank)))[:most]
     lines = [
-        f"{len(rates.ranks)} ranks on {rates.hosts} host{'s' * (rates.hosts != 1)}  {rates.program}"[:_WIDTH],
+        f"{len(rates.ranks)} ranks on {rates.hosts} host{'s' * (rates.hosts != 1)}  {rates.program}"[: columns or None],
         f"{_number(rates.collectives)} collectives/s, {_number(rates.messages)} messages/s, {_bytes(rates.sent)}/s",
         _spell_slowest(rates.slowest),
         *([f"! {problem}"] if problem else []),
         "",
         f"{'rank':>6} {'host':<16} {'pid':>8} {'coll/s':>8} {'msg/s':>8} {'sent/s':>9} {'inside':>6}  state",
-        *map(_line, ranks),
+        *(_line(rank, columns) for rank in ranks),
         *([f"       and {left} more"] if left else []),
         "",
         *(["edges: none that the host carries"] if not rates.edges else ["  edge, bytes a second"]),
@@ -139,13 +141,18 @@ def _order(rank: RankRates) -> float:
     return 2.0 if rank.inside is None else rank.inside
 
 
-def _line(rank: RankRates) -> str:
+def _line(rank: RankRates, columns: int) -> str:
     inside = _NONE if rank.inside is None else f"{100 * rank.inside:.0f} %"
     head = (
         f"{rank.rank:>6} {rank.host[:16] or '?':<16} {rank.pid or '?':>8} {_number(rank.collectives):>8} "
         f"{_number(rank.messages):>8} {_bytes(rank.sent):>9} {inside:>6}  "
     )
-    return (head + rank.state)[:_WIDTH].rstrip()
+    state = rank.state
+    if columns and len(head + state) > columns:
+        what, _, site = state.rpartition(", ")  # the program's line is what nobody can guess
+        kept = columns - len(f"{head}..., {site}")
+        state = f"{what[:kept]}..., {site}" if what and kept > 0 else site
+    return (head + state)[: columns or None].rstrip()
 
 
 def _spell_slowest(slowest: Slowest | None) -> str:
