@@ -12,10 +12,9 @@ namespace {
 
 // ---- Pages by turns ----
 
-constexpr std::size_t kPart = 512;  // bytes of one page before the next one's turn
-
-// Calls part(at), inlined, for the parts of whole groups of four pages. Returns where these end.
-template <class Part>
+// Calls part(at) for the parts of whole groups of four pages: kPart bytes of one before the next one's turn. Returns
+// where these end.
+template <std::size_t kPart, class Part>
 HETCOLL_INLINE std::size_t ByPages(std::size_t nbytes, Part part) {
   constexpr std::size_t kPage = 4096, kPages = 4;
   std::size_t at = 0;
@@ -97,9 +96,9 @@ void CopyPlain(char* dst, const char* src, std::size_t nbytes) {
 void CopyPages(char* dst, const char* src, std::size_t nbytes) {
   const std::size_t head = -reinterpret_cast<std::uintptr_t>(dst) % kLine;  // stores do not straddle lines
   CopySmall(dst, src, head);
-  const std::size_t rest = head + ByPages(nbytes - head, [=](std::size_t at) HETCOLL_LAMBDA {
+  const std::size_t rest = head + ByPages<512>(nbytes - head, [=](std::size_t at) HETCOLL_LAMBDA {
 #pragma GCC unroll 4
-                             for (std::size_t i = head + at; i < head + at + kPart; i += kWidth) {
+                             for (std::size_t i = head + at; i < head + at + 512; i += kWidth) {
                                Store(dst + i, Load<Vector<char, kWidth>>(src + i));
                              }
                            });

@@ -1,6 +1,7 @@
 // The kernels, compiled once per instruction set: kernels_<isa>.cc defines HETCOLL_ISA_NAMESPACE and includes this.
 // Everything but Table() has internal linkage (floats.h says why).
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -18,7 +19,7 @@ namespace {
 // ---- Reductions ----
 
 // Compilers take their time with each place that an operation is inlined in, and there are a hundred operations and
-// three instruction sets: ten places are what speed needs.
+// three instruction sets: six places are what speed needs.
 
 // Where results go.
 struct One {
@@ -81,35 +82,69 @@ __attribute__((noinline)) void Plain(Both out, const char* a, const char* b, std
   CopyShort(out.dst2, out.dst, nbytes);
 }
 
+struct Elementwise {
+  void (*one)(One out, const char* a, const char* b, std::size_t nbytes);
+  void (*both)(Both out, const char* a, const char* b, std::size_t nbytes);
+};
+
+// What sweeps of at least kStreamBytes need of an operation. They wait for memory, and a call for each piece costs them
+// nothing: one copy of them serves all operations.
+struct Swept {
+  Elementwise any, part;
+  std::size_t unit;
+};
+
+constexpr std::size_t kPart = 1024;
+
+// Plain for kPart bytes, without its loop's counting in three vectors of four.
 template <class E, class Out>
-__attribute__((noinline)) void Pages(Out out, const char* a, const char* b, std::size_t nbytes) {
+__attribute__((noinline)) void Part(Out out, const char* a, const char* b, std::size_t) {
   using V = Vector<typename E::Element, E::kStep>;
-  const std::size_t rest = ByPages(nbytes, [=](std::size_t at) HETCOLL_LAMBDA {
 #pragma GCC unroll 4
-    for (std::size_t i = at; i < at + kPart; i += E::kStep) out.Put(i, E{}.Apply(Load<V>(a + i), Load<V>(b + i)));
-  });
-  Plain<E>(out.At(rest), a + rest, b + rest, nbytes - rest);
+  for (std::size_t i = 0; i < kPart; i += E::kStep) out.Put(i, E{}.Apply(Load<V>(a + i), Load<V>(b + i)));
 }
 
-// To dst around the cache, and where kTwo to dst2 through it.
-template <class E, bool kTwo>
-__attribute__((noinline)) void Stream(char* dst, char* dst2, const char* a, const char* b, std::size_t nbytes) {
-  using V = Vector<typename E::Element, E::kStep>;
-  const auto plain = [=](std::size_t i, std::size_t n) {
-    kTwo ? Plain<E>(Both{dst + i, dst2 + i}, a + i, b + i, n) : Plain<E>(One{dst + i}, a + i, b + i, n);
-  };
-  const std::size_t head = -reinterpret_cast<std::uintptr_t>(dst) % kLine;
+template <class E>
+constexpr Swept SweptBy() {
+  const Elementwise plain{&Plain<E>, &Plain<E>};
+  if constexpr (E::kCommon) return {plain, {&Part<E, One>, &Part<E, Both>}, E::kUnit};
+  return {plain, plain, E::kUnit};
+}
+
+template <class E>
+constexpr Swept kSwept = SweptBy<E>();
+
+void Through(const Elementwise& way, Both out, std::size_t at, const char* a, const char* b, std::size_t nbytes) {
+  if (out.dst2 == nullptr) return way.one(One{out.dst + at}, a + at, b + at, nbytes);
+  way.both(out.At(at), a + at, b + at, nbytes);
+}
+
+void Pages(const Swept& op, Both out, const char* a, const char* b, std::size_t nbytes) {
+  const std::size_t rest = ByPages<kPart>(nbytes, [&](std::size_t at) { Through(op.part, out, at, a, b, kPart); });
+  Through(op.any, out, rest, a, b, nbytes - rest);
+}
+
+// To dst around the cache, and where there is a dst2 to that through it.
+void Stream(const Swept& op, Both out, const char* a, const char* b, std::size_t nbytes) {
+  const std::size_t head = -reinterpret_cast<std::uintptr_t>(out.dst) % kLine;
   // Elements that straddle cache lines go through the cache.
-  if (head % E::kUnit != 0) return plain(0, nbytes);
-  plain(0, head);
+  if (head % op.unit != 0) return Through(op.any, out, 0, a, b, nbytes);
+  Through(op.any, out, 0, a, b, head);
   const std::size_t end = head + (nbytes - head) / kLine * kLine;
-  for (std::size_t i = head; i < end; i += E::kStep) {
-    const V v = E{}.Apply(Load<V>(a + i), Load<V>(b + i));
-    StoreStream(dst + i, v);
-    if constexpr (kTwo) Store(dst2 + i, v);
+  alignas(kLine) char cached[2048];  // a part of the nearest cache
+  for (std::size_t i = head, n; i < end; i += n) {
+    n = std::min(end - i, sizeof cached);
+    char* result = out.dst2 == nullptr ? cached : out.dst2 + i;
+    op.any.one(One{result}, a + i, b + i, n);
+#pragma GCC unroll 4
+    for (std::size_t j = 0; j < n; j += kWidth) StoreStream(out.dst + i + j, Load<Vector<char, kWidth>>(result + j));
   }
-  plain(end, nbytes - end);
+  Through(op.any, out, end, a, b, nbytes - end);
   StoreFence();
+}
+
+void Sweeping(const Swept& op, Both out, const char* a, const char* b, std::size_t nbytes, Sweep sweep) {
+  sweep == Sweep::kPages ? Pages(op, out, a, b, nbytes) : Stream(op, out, a, b, nbytes);
 }
 
 // kSize is the size of the caller's elements: E's may be halves of complex numbers, or words of bits.
@@ -119,8 +154,9 @@ void Reduce(void* dst, const void* a, const void* b, std::size_t count, Sweep sw
   const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
   const std::size_t nbytes = count * kSize;
   if constexpr (!E::kSlow) {  // sweeps are for those that wait for memory
-    if (sweep == Sweep::kPages && nbytes >= kStreamBytes) return Pages<E>(One{d}, x, y, nbytes);
-    if (sweep == Sweep::kAround && nbytes >= kStreamBytes) return Stream<E, false>(d, nullptr, x, y, nbytes);
+    if (sweep != Sweep::kPlain && nbytes >= kStreamBytes) {
+      return Sweeping(kSwept<E>, {d, nullptr}, x, y, nbytes, sweep);
+    }
   }
   Plain<E>(One{d}, x, y, nbytes);
 }
@@ -131,8 +167,9 @@ void Reduce2(void* dst, void* dst2, const void* a, const void* b, std::size_t co
   const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
   const std::size_t nbytes = count * kSize;
   if constexpr (!E::kSlow) {
-    if (sweep == Sweep::kPages && nbytes >= kStreamBytes) return Pages<E>(Both{d, d2}, x, y, nbytes);
-    if (sweep == Sweep::kAround && nbytes >= kStreamBytes) return Stream<E, true>(d, d2, x, y, nbytes);
+    if (sweep != Sweep::kPlain && nbytes >= kStreamBytes) {
+      return Sweeping(kSwept<E>, {d, d2}, x, y, nbytes, sweep);
+    }
   }
   Plain<E>(Both{d, d2}, x, y, nbytes);
 }

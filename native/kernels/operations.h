@@ -1,6 +1,6 @@
 // The element-wise operations, on whole vectors. Each has `Element`, the type its vectors hold; `kStep`, the bytes it
-// takes at a time; `kUnit`, the bytes that must stay together; `kSlow`, whether it takes longer than memory does; and
-// Apply. Internal linkage throughout: floats.h says why.
+// takes at a time; `kUnit`, the bytes that must stay together; `kSlow`, whether it takes longer than memory does;
+// `kCommon`, whether it is called most; and Apply. Internal linkage throughout: floats.h says why.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,15 @@ template <class T>
 struct Operation {
   using Element = T;
   static constexpr std::size_t kStep = kWidth, kUnit = sizeof(T);
-  static constexpr bool kSlow = false;
+  static constexpr bool kSlow = false, kCommon = false;
 };
 
 // ---- Integers, and float and double where the operators mean the same ----
 
 template <class T>
 struct Sum : Operation<T> {
+  static constexpr bool kCommon = true;
+
   template <class V>
   static HETCOLL_INLINE V Apply(V a, V b) {
     return a + b;
@@ -292,6 +294,8 @@ struct InFloat32<Float16> {
 
 template <class Format>
 struct NarrowSum : InFloat32<Format> {
+  static constexpr bool kCommon = true;
+
   template <class V>
   static HETCOLL_INLINE V Apply(V a, V b) {
     return InFloat32<Format>::Call([](auto x, auto y) HETCOLL_LAMBDA { return x + y; }, a, b);
@@ -300,6 +304,8 @@ struct NarrowSum : InFloat32<Format> {
 
 template <class Format>
 struct NarrowProd : InFloat32<Format> {
+  static constexpr bool kCommon = false;
+
   template <class V>
   static HETCOLL_INLINE V Apply(V a, V b) {
     return InFloat32<Format>::Call([](auto x, auto y) HETCOLL_LAMBDA { return x * y; }, a, b);
