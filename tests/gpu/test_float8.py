@@ -44,7 +44,7 @@ def test_other_pairs_are_refused() -> None:
 @pytest.mark.parametrize("options", ["-O2 -Werror", "-O1 -fsanitize=undefined -fno-sanitize-recover=all"])
 def test_every_code_by_the_gpus_kernels(tmp_path: Path, options: str) -> None:
     """As plain C++, from and to any place."""
-    machine = PlainMachine(tmp_path, ["float8"], options)
+    machine = PlainMachine(tmp_path, options)
     operands = checks.Operands(machine)
     for source, target, want in steps():
         name, codes = convert_name(source, target), codes_of(source)

@@ -30,8 +30,7 @@ COUNTS = (1, 31, 32, 33, 4099)
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainMachine]:
-    names = [f"{dtype.label}_codecs" for dtype in dict.fromkeys(d for d, _ in KINDS)]
-    made = PlainMachine(tmp_path_factory.mktemp("kernels"), names)
+    made = PlainMachine(tmp_path_factory.mktemp("kernels"))
     yield made
     made.close()
 
@@ -92,7 +91,7 @@ def test_kernels_give_numpys_bits(machine: PlainMachine, dtype: DType, form: For
 
 def test_kernels_have_no_undefined_behaviour(tmp_path: Path) -> None:
     options = "-O1 -fsanitize=undefined -fno-sanitize-recover=all"
-    machine = PlainMachine(tmp_path, ["float16_codecs"], options)
+    machine = PlainMachine(tmp_path, options)
     for form in (Format.FP8, Format.INT8):
         for skew in (0, 1):
             test_kernels_give_numpys_bits(machine, DType.FLOAT16, form, skew)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 from kernel_checks import Bytes, Launch
 from patience import DEADLINE
 
-from hetcoll.vendors.devices.kernels import modules, source
+from hetcoll.vendors.devices.kernels import source
 from hetcoll.vendors.devices.kernels.source import module_of
 
 FLAGS = "-std=c++20 -ffp-contract=off -Wall -Wextra -fPIC -shared -x c++"
@@ -29,16 +30,14 @@ def _compile(module: str, options: str, directory: Path) -> ctypes.CDLL:
 
 
 class PlainMachine:
-    """Host memory, and threads for streams. Modules are compiled behind its user's back; a launch waits for its own."""
+    """Host memory, and threads for streams. A module is compiled when something of it is launched first."""
 
-    def __init__(self, directory: Path, names: Iterable[str] = modules(), options: str = "-O2 -Werror") -> None:
+    def __init__(self, directory: Path, options: str = "-O2 -Werror") -> None:
         self._memory: dict[int, Bytes] = {}
         self._streams = ThreadPoolExecutor(16)
-        self._compilers = ThreadPoolExecutor(os.cpu_count())
-        self._libraries = {name: self._compilers.submit(_compile, name, options, directory) for name in names}
+        self._library = functools.cache(functools.partial(_compile, options=options, directory=directory))
 
     def close(self) -> None:
-        self._compilers.shutdown(cancel_futures=True)
         self._streams.shutdown()
 
     def allocate(self, nbytes: int, shared: bool = False) -> int:
@@ -64,7 +63,7 @@ class PlainMachine:
         return None
 
     def _prepare(self, launch: Launch) -> Callable[[], None]:
-        entry = getattr(self._libraries[module_of()[launch.name]].result(DEADLINE), f"launch_{launch.name}")
+        entry = getattr(self._library(module_of()[launch.name]), f"launch_{launch.name}")
         storage = [ctypes.create_string_buffer(x, len(x)) for x in launch.arguments]
         params = (ctypes.c_void_p * len(storage))(*map(ctypes.addressof, storage))
         grid, block = ((ctypes.c_uint * 3)(n, 1, 1) for n in (launch.grid, launch.block))
