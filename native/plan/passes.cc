@@ -34,10 +34,10 @@ std::size_t Fifos(const Plan& plan) { return static_cast<std::size_t>(plan.size)
 
 // That a step reads the span of units `span`, or writes it. In order, those of a span are together, step by step, and
 // of a step that does both the reading comes first.
-struct Touch {
+struct SpanTouch {
   std::uint64_t span;
   std::uint64_t turn;  // twice its step, and 1 more where it writes
-  auto operator<=>(const Touch&) const = default;
+  auto operator<=>(const SpanTouch&) const = default;
   std::uint32_t step() const { return static_cast<std::uint32_t>(turn / 2); }
   bool writes() const { return turn % 2 != 0; }
 };
@@ -46,10 +46,10 @@ std::uint64_t Name(const SpanRecord& s) {
   return std::uint64_t(s.start) << 33 | std::uint64_t(s.count) << 2 | std::uint64_t(s.buf);
 }
 
-std::vector<Touch> TouchesOf(const Plan& plan) {
+std::vector<SpanTouch> TouchesOf(const Plan& plan) {
   std::size_t spans = 0;
   for (const StepRecord& r : plan.steps) spans += std::size_t{r.src.buf >= 0} + std::size_t{r.dst.buf >= 0};
-  std::vector<Touch> touches;
+  std::vector<SpanTouch> touches;
   touches.reserve(spans);
   for (std::uint64_t i = 0; i < plan.steps.size(); ++i) {
     const StepRecord& r = plan.steps[i];
@@ -199,7 +199,7 @@ void BoundPlan::OrderLanes(const Plan& plan) {
 // later than the next step that writes the span. What nobody else reads, at any time, is stored around the caches where
 // the buffers are `large`. O(n log n): between two writes of a span, each reader is looked at once.
 void BoundPlan::MarkReaders(const Plan& plan, bool large) {
-  const std::vector<Touch> touches = TouchesOf(plan);
+  const std::vector<SpanTouch> touches = TouchesOf(plan);
   const auto fuses = [&](std::uint32_t i, std::uint32_t j) {
     const StepRecord& r = plan.steps[i];
     const StepRecord& t = plan.steps[j];
@@ -207,8 +207,8 @@ void BoundPlan::MarkReaders(const Plan& plan, bool large) {
            !steps[i].block && !steps[j].block;
   };
   for (auto begin = touches.begin(); begin != touches.end();) {
-    const auto end = std::find_if(begin, touches.end(), [&](const Touch& t) { return t.span != begin->span; });
-    const auto readers = std::count_if(begin, end, [](const Touch& t) { return !t.writes(); });
+    const auto end = std::find_if(begin, touches.end(), [&](const SpanTouch& t) { return t.span != begin->span; });
+    const auto readers = std::count_if(begin, end, [](const SpanTouch& t) { return !t.writes(); });
     for (auto at = begin; at != end; ++at) {
       if (!at->writes()) continue;
       BoundStep& s = steps[at->step()];

@@ -32,10 +32,10 @@ void Check(const TaskGraph& g) {
   Want(std::all_of(g.pieces.begin(), g.pieces.end(), [](std::int32_t n) { return n >= 1; }), "wanted pieces");
 }
 
-struct Event {
+struct Moment {
   double when;
   std::int32_t task, piece;
-  bool operator>(const Event& other) const {
+  bool operator>(const Moment& other) const {
     if (when != other.when) return when > other.when;
     return task != other.task ? task > other.task : piece > other.piece;
   }
@@ -65,7 +65,7 @@ class Run {
       if (missing_[at_[i]] == 0) queue_.push({0.0, static_cast<std::int32_t>(i), 0});
     }
     while (!queue_.empty()) {
-      const Event event = queue_.top();
+      const Moment event = queue_.top();
       queue_.pop();
       Finish(event, Serve(event));
     }
@@ -77,7 +77,7 @@ class Run {
     return g_.paced[k] != 0 && g_.pieces[task] == g_.pieces[g_.then[k]];
   }
 
-  double Serve(const Event& event) {
+  double Serve(const Moment& event) {
     double done = event.when;
     for (std::int64_t k = g_.uses_at[event.task]; k < g_.uses_at[event.task + 1]; ++k) {
       const double work = g_.each[k] + (event.piece == 0 ? g_.first[k] : 0.0);
@@ -89,7 +89,7 @@ class Run {
     return done;
   }
 
-  void Finish(const Event& event, double done) {
+  void Finish(const Moment& event, double done) {
     const std::size_t task = event.task;
     if (event.piece == 0) out_.begin[task] = event.when;
     const bool last = event.piece + 1 == g_.pieces[task];
@@ -117,7 +117,7 @@ class Run {
   std::vector<double> free_, ready_;
   std::vector<std::size_t> at_;
   std::vector<std::int32_t> missing_;
-  std::priority_queue<Event, std::vector<Event>, std::greater<>> queue_;
+  std::priority_queue<Moment, std::vector<Moment>, std::greater<>> queue_;
   Timeline out_;
 };
 

@@ -77,7 +77,7 @@ constexpr std::array<Status, 22> kStatuses{{
     {"IBV_WC_GENERAL_ERR", "the device failed"},
 }};
 
-const Status& Find(ibv::WcStatus status) {
+const Status& StatusOf(ibv::WcStatus status) {
   static constexpr Status kUnknown{"an unknown status", "the device failed"};
   const auto index = static_cast<std::size_t>(status);
   return index < kStatuses.size() ? kStatuses[index] : kUnknown;
@@ -91,7 +91,7 @@ const VerbsApi* SystemVerbs(std::string& why) {
   return why.empty() ? &library.api : nullptr;
 }
 
-const char* StatusName(ibv::WcStatus status) { return Find(status).name; }
-const char* LikelyCause(ibv::WcStatus status) { return Find(status).cause; }
+const char* StatusName(ibv::WcStatus status) { return StatusOf(status).name; }
+const char* LikelyCause(ibv::WcStatus status) { return StatusOf(status).cause; }
 
 }  // namespace hetcoll
