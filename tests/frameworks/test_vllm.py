@@ -204,7 +204,7 @@ def lose(comm: hetcoll.Communicator, port: int, dies: int) -> Any:
     else:
         request = instance.requests["x"]
         step_until(lambda: request.state == "loaded")
-        assert instance.bad == set(request.blocks[:5])
+        assert instance.bad == set(request.blocks[: -(-19 // TOKENS)])
         other = instance.add("y", 20, 2, D | {"transfer_id": "y"})
         step_until(lambda: other.computed == 20)
         assert instance.wrong(other, 0, 20) == []  # computed here

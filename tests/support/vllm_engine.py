@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from hetcoll import Communicator
 from hetcoll.vllm import HetcollConnector
 
-HEADS, DIM, TOKENS, LAYERS = 4, 6, 4, 3  # of the model; of a tensor's block
+HEADS, DIM, TOKENS, LAYERS = 4, 6, 5, 3  # of the model; of a tensor's block
 NAMES = [f"model.layers.{layer}.self_attn" for layer in (0, 2, 10)]
 
 

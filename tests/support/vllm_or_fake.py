@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ _FAKE = Path(__file__).with_name("fake_vllm")
 if str(_FAKE) not in sys.path:
     sys.path.append(str(_FAKE))  # behind what is installed
 
-REAL = importlib.util.find_spec("vllm.logger") is not None
+with warnings.catch_warnings(action="ignore"):  # those of what vLLM imports
+    REAL = importlib.util.find_spec("vllm.logger") is not None
+    importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
 
 def load_fake() -> Any:

@@ -93,11 +93,12 @@ def in_memory_order(name: str, tensor: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def layout_of(shape: Sequence[int], axes: tuple[str, ...], layers: int, heads: int, ranks: int) -> CacheLayout:
-    """Of a group of so many ranks, each of which has `layers` tensors like this one."""
-    blocks, own, tokens, dim = (int(extent) for extent in shape)
+    """Of a group of so many ranks, each of which has `layers` arrays of this shape, by `axes`."""
+    sizes = dict(zip(axes, (int(extent) for extent in shape), strict=True))
+    blocks, tokens, dim = sizes["block"], sizes["token"], sizes["dim"]
     found = CacheLayout(layers, blocks, tokens, heads, dim, ranks, ("layer", "kv", *axes), kv=1, apart=True)
-    if (held := len(found.heads_of(0))) != own:
-        raise ArgumentError(f"kv_caches: wanted {held} of {heads} heads on each of {ranks} ranks, got {own}")
+    if (held := len(found.heads_of(0))) != sizes["head"]:
+        raise ArgumentError(f"kv_caches: wanted {held} of {heads} heads on each of {ranks} ranks, got {sizes['head']}")
     return found
 
 
