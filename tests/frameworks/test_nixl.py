@@ -15,7 +15,7 @@ from ranks import Ranks, wait_until
 
 import hetcoll
 from hetcoll import ArgumentError
-from hetcoll.nixl import nixl_agent, nixl_agent_config
+from hetcoll.serving.nixl import nixl_agent, nixl_agent_config
 
 Pool = Callable[..., Ranks]
 PIECE, COUNT = 96, 8

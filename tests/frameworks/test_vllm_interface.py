@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from hetcoll import ArgumentError
 from hetcoll.calls.buffers import read_buffer
-from hetcoll.vllm import HetcollConnector
-from hetcoll.vllm.meeting import in_memory_order, layout_of
+from hetcoll.serving.vllm import HetcollConnector
+from hetcoll.serving.vllm.meeting import in_memory_order, layout_of
 
 OWN = [
     name
@@ -60,7 +60,7 @@ def test_vllm_finds_it_by_its_module_path() -> None:
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    names = {"kv_connector": "HetcollConnector", "kv_connector_module_path": "hetcoll.vllm"}
+    names = {"kv_connector": "HetcollConnector", "kv_connector_module_path": "hetcoll.serving.vllm"}
     config = KVTransferConfig(**names, kv_role="kv_producer", kv_buffer_device="cpu")
     assert KVConnectorFactory.get_connector_class(config) is HetcollConnector
     assert KVConnectorFactory.supports_hma_config(config)

@@ -17,7 +17,7 @@ import vllm_or_fake  # noqa: F401  # before the next
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hetcoll import Communicator
-from hetcoll.vllm import HetcollConnector
+from hetcoll.serving.vllm import HetcollConnector
 
 HEADS, DIM, TOKENS, LAYERS = 4, 6, 5, 3  # of the model; of a tensor's block
 NAMES = [f"model.layers.{layer}.self_attn" for layer in (0, 2, 10)]

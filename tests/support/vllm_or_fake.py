@@ -1,4 +1,4 @@
-"""Import this before `hetcoll.vllm`: where vLLM is not installed, its place has a fake of the interface."""
+"""Import this before `hetcoll.serving.vllm`: where vLLM is not installed, its place has a fake of the interface."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """NIXL's `nixl_agent` (1.5) over hetcoll's one-sided messages: for programs that move data by it, between any ranks.
 
-    from hetcoll.nixl import nixl_agent, nixl_agent_config
+    from hetcoll.serving.nixl import nixl_agent, nixl_agent_config
 
 Each agent is a rank of one job, and made by all ranks together: that of `hetcoll.init()`, or `comm` of the
 configuration. Memory is registered by each for itself, at any time, and others hear of it by metadata, as there.
@@ -20,9 +20,9 @@ import numpy as np
 
 import hetcoll
 
-from .. import ArgumentError, HetcollError, Work
-from ..calls.buffers import Buffer
-from ..runtime.offsets import MOST_PIECES
+from ... import ArgumentError, HetcollError, Work
+from ...calls.buffers import Buffer
+from ...runtime.offsets import MOST_PIECES
 from . import descriptors
 from .descriptors import Descriptors, Rows
 from .handles import check_backends, nixl_agent_config, nixl_prepped_dlist_handle, nixl_xfer_handle
@@ -335,7 +335,7 @@ class nixl_agent:  # noqa: N801  # as there
     # What there is not.
 
     def _refuse(self, *arguments: object, **options: object) -> NoReturn:
-        raise ArgumentError("wanted one of the calls that hetcoll.nixl has: metadata goes by get_agent_metadata and"
+        raise ArgumentError("wanted one of the calls that hetcoll.serving.nixl has: metadata goes by get_agent_metadata and"
                             " add_remote_agent, and there are no costs, telemetry, views or storage")  # fmt: skip
 
     send_local_metadata = fetch_remote_metadata = invalidate_local_metadata = send_partial_agent_metadata = _refuse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from .. import ArgumentError, Communicator, HetcollError, Work
+from ... import ArgumentError, Communicator, HetcollError, Work
 from .descriptors import Descriptors, Rows
 
 _BACKENDS = ("HETCOLL", "UCX")  # the second is what programs ask for without a wish

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger("hetcoll.vllm")
+log = logging.getLogger("hetcoll.serving.vllm")
 
 _WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")  # names of vLLM's RequestStatus; others were given up
 

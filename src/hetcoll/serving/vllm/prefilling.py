@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import CollectiveTimeoutError, Communicator, HetcollError
-from ..serving import Handoff, Sending
+from ... import CollectiveTimeoutError, Communicator, HetcollError
+from ..handoff import Handoff, Sending
 from .meeting import Mailbox, Note, key_of
 from .steps import Prefill, Report, Step
 
-log = logging.getLogger("hetcoll.vllm")
+log = logging.getLogger("hetcoll.serving.vllm")
 
 _LOOK = 0.02  # seconds between looks whether a receiver has given up
 _REMEMBERED = 1024  # transfers that are over, for which late receivers need not wait

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import Communicator, Work
+from ... import Communicator, Work
 
 _SLOTS, _WIDTH = 32, 4096  # of a pair's ring
 _HEAD = struct.Struct("<Q")  # bytes of the message from here on

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import CollectiveTimeoutError, CommunicationError, Communicator, HetcollError
-from ..serving import Handoff, Receiving
+from ... import CollectiveTimeoutError, CommunicationError, Communicator, HetcollError
+from ..handoff import Handoff, Receiving
 from .meeting import Mailbox, Note, key_of
 from .steps import Load, Report, Step
 
-log = logging.getLogger("hetcoll.vllm")
+log = logging.getLogger("hetcoll.serving.vllm")
 
 
 @dataclass

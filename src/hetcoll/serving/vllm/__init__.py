@@ -1,7 +1,7 @@
 """vLLM's KV-connector interface (0.33) over `hetcoll.serving`: one instance prefills, another decodes.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "HetcollConnector", "kv_connector_module_path":
-        "hetcoll.vllm", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute", "kv_connector_extra_config":
+        "hetcoll.serving.vllm", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute", "kv_connector_extra_config":
         {"address": "10.0.0.1:29600", "prefill_ranks": 4, "decode_ranks": 2}}'
 
 The other instance is the ``kv_consumer``. The two may have GPUs of different vendors and different tensor parallel
@@ -23,9 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from .. import ArgumentError
-from ..calls.buffers import read_buffer
-from ..gpu.streams import handle
+from ... import ArgumentError
+from ...calls.buffers import read_buffer
+from ...gpu.streams import handle
 from .decoding import DecodeWorker
 from .meeting import Settings, in_memory_order, join, layout_of, meet
 from .prefilling import PrefillWorker

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import ArgumentError, Communicator
-from ..calls import check_int
-from ..calls.buffers import read_buffer
-from ..config import variables
-from ..config.env import configuration
-from ..config.launchers import Launch
-from ..config.process import configure
-from ..rendezvous.bootstrap import bootstrap
-from ..serving import CacheLayout, Handoff
+from ... import ArgumentError, Communicator
+from ...calls import check_int
+from ...calls.buffers import read_buffer
+from ...config import variables
+from ...config.env import configuration
+from ...config.launchers import Launch
+from ...config.process import configure
+from ...rendezvous.bootstrap import bootstrap
+from ..handoff import Handoff
+from ..layouts import CacheLayout
 
 _OURS = "kv_connector_extra_config"
 _LOGICAL = ("block", "head", "token", "dim")  # of vLLM's tensor of a layer; keys and values share dim

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import ArgumentError
-from ..calls.buffers import Buffer, read_buffer
-from ..types import DType
+from ... import ArgumentError
+from ...calls.buffers import Buffer, read_buffer
+from ...types import DType
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -104,7 +104,7 @@ def memory_at(memory: str, row: Rows) -> Buffer:
     address, nbytes = int(row[0]), int(row[1])
     if memory == "DRAM":
         return Buffer(address, nbytes, DType.UINT8, None)
-    from ..vendors.devices.owner import owner
+    from ...vendors.devices.owner import owner
 
     vendor, found = owner(address)
     if found.kind in ("host", "unknown", "managed"):
