@@ -11,7 +11,8 @@ from typing import Any
 
 from .communicator import Communicator
 from .config import variables
-from .config.env import DEVICES, Config, environment
+from .config.env import DEVICES, Config, configuration, environment
+from .config.launchers import Launch
 from .config.process import configure
 from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
@@ -91,6 +92,21 @@ def from_mpi(comm: Any, *, timeout: float | None = None) -> Communicator:
     rank, size = comm.Get_rank(), comm.Get_size()
     unique_id = comm.bcast(get_unique_id().to_bytes() if rank == 0 else None, root=0)
     return Communicator.init(size, rank, unique_id, timeout=timeout)
+
+
+def at_address(address: str, rank: int, size: int, *, device: str, timeout: float) -> Communicator:
+    """A communicator of processes that nobody has launched together: rank 0 listens at `address`, ``host:port``, or ""
+    for HETCOLL_MASTER. `device` as for `init`; `timeout` is in seconds."""
+    config = replace(_with_device(configuration(), device), init_timeout=timeout)
+    try:
+        master = variables.endpoint(address) if address else config.master
+    except ValueError:
+        master = None
+    if master is None:
+        raise ArgumentError(f"address: wanted host:port of rank 0, here or in HETCOLL_MASTER, got {address!r}")
+    configure(config)
+    unique_id = bootstrap(Launch(rank, size, None, None, master, "torchrun"), replace(config, master=None))
+    return Communicator.enter(unique_id, rank, size, config, timeout)
 
 
 def _with_islands(config: Config, asked: str | Sequence[Sequence[int]] | None) -> Config:

@@ -285,10 +285,10 @@ def _from_cuda_interface(obj: Any, name: str, writable: bool) -> Buffer:
     address, read_only = described["data"] or (0, False)
     if writable and read_only:
         raise BufferTypeError(f"{name}: wanted a writable array, got a read-only {type(obj).__name__}")
-    return Buffer(address or 0, math.prod(shape), dtype, obj, *_place(address, math.prod(shape), name))
+    return Buffer(address or 0, math.prod(shape), dtype, obj, *place_of(address, math.prod(shape), name))
 
 
-def _place(address: int, count: int, name: str) -> tuple[str, int]:
+def place_of(address: int, count: int, name: str) -> tuple[str, int]:
     """Device and index of memory that does not say so itself. What is empty lies nowhere, that is on the first GPU."""
     from ..vendors.devices.owner import owner
 

@@ -335,8 +335,10 @@ class nixl_agent:  # noqa: N801  # as there
     # What there is not.
 
     def _refuse(self, *arguments: object, **options: object) -> NoReturn:
-        raise ArgumentError("wanted one of the calls that hetcoll.serving.nixl has: metadata goes by get_agent_metadata and"
-                            " add_remote_agent, and there are no costs, telemetry, views or storage")  # fmt: skip
+        raise ArgumentError(
+            "wanted one of the calls that hetcoll.serving.nixl has: metadata goes by get_agent_metadata and"
+            " add_remote_agent, and there are no costs, telemetry, views or storage"
+        )
 
     send_local_metadata = fetch_remote_metadata = invalidate_local_metadata = send_partial_agent_metadata = _refuse
     estimate_xfer_cost = get_xfer_telemetry = query_memory = get_remote_descs = _refuse

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ... import ArgumentError
-from ...calls.buffers import Buffer, read_buffer
-from ...types import DType
+from ... import ArgumentError, DType
+from ...calls.buffers import Buffer, place_of, read_buffer
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -104,9 +103,7 @@ def memory_at(memory: str, row: Rows) -> Buffer:
     address, nbytes = int(row[0]), int(row[1])
     if memory == "DRAM":
         return Buffer(address, nbytes, DType.UINT8, None)
-    from ...vendors.devices.owner import owner
-
-    vendor, found = owner(address)
-    if found.kind in ("host", "unknown", "managed"):
-        raise ArgumentError(f"descs: wanted device memory at {address:#x}, as VRAM says, got {found.kind}")
-    return Buffer(address, nbytes, DType.UINT8, None, "cuda" if vendor == "cuda" else "rocm", max(0, found.device))
+    kind, index = place_of(address, nbytes, "descs")
+    if kind == "cpu":
+        raise ArgumentError(f"descs: wanted device memory at {address:#x}, as VRAM says, got the host's")
+    return Buffer(address, nbytes, DType.UINT8, None, kind, index)

@@ -1,8 +1,8 @@
 """vLLM's KV-connector interface (0.33) over `hetcoll.serving`: one instance prefills, another decodes.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "HetcollConnector", "kv_connector_module_path":
-        "hetcoll.serving.vllm", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute", "kv_connector_extra_config":
-        {"address": "10.0.0.1:29600", "prefill_ranks": 4, "decode_ranks": 2}}'
+        "hetcoll.serving.vllm", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"address": "10.0.0.1:29600", "prefill_ranks": 4, "decode_ranks": 2}}'
 
 The other instance is the ``kv_consumer``. The two may have GPUs of different vendors and different tensor parallel
 sizes. All their workers are one hetcoll job, prefilling ranks first, whose first rank listens at ``address``. A router

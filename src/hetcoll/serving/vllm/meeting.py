@@ -13,11 +13,7 @@ import numpy as np
 from ... import ArgumentError, Communicator
 from ...calls import check_int
 from ...calls.buffers import read_buffer
-from ...config import variables
-from ...config.env import configuration
-from ...config.launchers import Launch
-from ...config.process import configure
-from ...rendezvous.bootstrap import bootstrap
+from ...job import at_address
 from ..handoff import Handoff
 from ..layouts import CacheLayout
 
@@ -58,21 +54,10 @@ class Settings:
 
 def join(settings: Settings, rank: int, array: Any) -> Communicator:
     """The communicator of all workers, prefilling ones first. The first of them listens at the address."""
-    buffer, config = read_buffer(array, "kv_caches", writable=True), configuration()
+    buffer = read_buffer(array, "kv_caches", writable=True)
     place = "cpu" if buffer.device == "cpu" else f"{buffer.device}:{buffer.index}"
-    config = replace(config, device=variables.DeviceChoice.parse(place), init_timeout=settings.init_timeout)
-    try:
-        master = variables.endpoint(settings.address) if settings.address else config.master
-    except ValueError:
-        master = None
-    if master is None:
-        wanted = "address: wanted host:port of the first prefilling worker, there or in HETCOLL_MASTER"
-        raise ArgumentError(f"{_OURS}: {wanted}, got {settings.address!r}")
-    configure(config)
     size = settings.prefill_ranks + settings.decode_ranks
-    launch = Launch(rank, size, None, None, master, "torchrun")
-    unique_id = bootstrap(launch, replace(config, master=None))
-    return Communicator.enter(unique_id, rank, size, config, settings.init_timeout)
+    return at_address(settings.address, rank, size, device=place, timeout=settings.init_timeout)
 
 
 def in_memory_order(name: str, tensor: Any) -> tuple[Any, tuple[str, ...]]:
