@@ -11,8 +11,7 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from .. import ArgumentError
-from ..calls.buffers import read_buffer
+from .. import ArgumentError, DType
 from .timing import Schedule
 
 if TYPE_CHECKING:
@@ -147,9 +146,9 @@ class Mirror:
 
     def buffer(self, array: NDArray[Any]) -> _native.Memory:
         """The place on the GPU of an array within one of the owners, for calls on the stream. The mirror keeps it."""
-        device, owner, host = self.stream.device, _owner(array), read_buffer(array, "array", writable=False)
-        address = self._there[id(owner)] + host.ptr - owner.ctypes.data
-        return _native.Memory(address, host.count, host.dtype, _DLPACK[device.vendor], device.index, self.stream.handle)
+        device, owner, dtype = self.stream.device, _owner(array), DType[array.dtype.name.upper()]
+        address = self._there[id(owner)] + array.ctypes.data - owner.ctypes.data
+        return _native.Memory(address, array.size, dtype, _DLPACK[device.vendor], device.index, self.stream.handle)
 
 
 class Talk:

@@ -14,7 +14,6 @@ from typing import TextIO
 
 from .. import ArgumentError, CommunicationError, InitError
 from ..config.env import configuration
-from ..health.activity import QUESTION
 from ..tools.observing import observe
 from ..tools.rates import RankRates, Rates, Slowest, Watch
 
@@ -74,7 +73,7 @@ def _look(args: argparse.Namespace, out: TextIO) -> int:
     due = time.monotonic()
     for number in range(sys.maxsize):
         try:
-            watch.add(observer.survey(QUESTION, patience))
+            watch.add(observer.activity(patience))
             problem = ""
         except InitError as error:  # it is there, and says nothing
             problem = f"{error}: the process of rank 0 is stopped, cut off or busy"

@@ -17,10 +17,10 @@ from typing import Any
 
 import hetcoll._native as _native
 
+from ..rendezvous.protocol.wire import ACTIVITY
 from .desync_report import Called
 from .flight_recorder import MOST
 
-QUESTION = "activity"
 EDGES = 16  # of a rank that are told: those that carried most since it was asked before
 _TEXT = 160
 
@@ -58,7 +58,7 @@ class Activity:
 
     def answers(self) -> dict[str, Callable[[int], Any]]:
         """What this rank answers to others' questions."""
-        return {QUESTION: lambda _: tell()}
+        return {ACTIVITY: lambda _: tell()}
 
     def tell(self) -> dict[str, Any]:
         """`calls` and `messages` that were begun. `spent`: seconds within collectives that have ended, estimated where

@@ -20,7 +20,7 @@ from ..rendezvous.connections.auth import HANDSHAKE_SECONDS
 from ..rendezvous.connections.sockets import spell_error
 from ..rendezvous.control import ControlClient
 from ..rendezvous.protocol.unique_id import UniqueId
-from ..rendezvous.protocol.wire import U32, Op, unpack
+from ..rendezvous.protocol.wire import ACTIVITY, U32, Op, unpack
 from ..rendezvous.uplink import read_places
 
 _FIND_SECONDS = 5.0
@@ -43,6 +43,10 @@ class Observer:
     def __init__(self, unique_id: UniqueId) -> None:
         self._control = _connect(unique_id, _FIND_SECONDS)
         self._successors: list[UniqueId] = []  # as the store told last
+
+    def activity(self, seconds: float) -> list[Told]:
+        """What all processes have done: ``health/activity.py`` says what each answers. As `survey`."""
+        return self.survey(ACTIVITY, seconds)
 
     def survey(self, question: str, seconds: float) -> list[Told]:
         """What all processes of the job answer to `question` (`Diagnosis.answers`) within so many seconds.

@@ -17,6 +17,7 @@ from ...errors import CommunicationError, parser
 HEADER = struct.Struct("<BBHIQ")
 MAX_BODY = 64 << 20
 MAX_ID = 256  # bytes of a group's name, a tag or a key
+ACTIVITY = "activity"  # what those who look on ask every process
 WORLD = b"world"
 """The name of a job's first group."""
 

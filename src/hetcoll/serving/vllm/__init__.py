@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ... import ArgumentError
 from ...calls.buffers import read_buffer
-from ...gpu.streams import handle
 from .decoding import DecodeWorker
 from .meeting import Settings, in_memory_order, join, layout_of, meet
 from .prefilling import PrefillWorker
@@ -217,4 +216,9 @@ class HetcollConnector(KVConnectorBase_V1, SupportsHMA):
     def _stream(self) -> int | None:
         """On which this thread computes now; None on a CPU."""
         buffer = read_buffer(self._arrays[0], "kv_caches", writable=False)
-        return None if buffer.device == "cpu" else handle(None, buffer)
+        if buffer.device == "cpu":
+            return None
+        import torch
+
+        stream: int = torch.cuda.current_stream(buffer.index).cuda_stream
+        return stream
