@@ -75,6 +75,15 @@ def test_output_without_prefix_and_a_module(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["0 a --b", "1 a --b"]
 
 
+@pytest.mark.parametrize("words", [["--b", "-n", "3", "--", "--torch"], ["a", "--", "-n"], ["--help"]])
+def test_what_follows_a_module_is_its_own(words: list[str], tmp_path: Path) -> None:
+    """As Python has it."""
+    (tmp_path / "say.py").write_text("import sys\nprint(*sys.argv[1:])\n")
+    for before in ([], ["--"]):
+        done = command("run", "-n", "1", "--no-prefix", *before, "-m", "say", *words, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, " ".join(words) + "\n"), done.stderr
+
+
 def test_the_first_failure_is_the_status_and_what_is_shown(tmp_path: Path) -> None:
     script = tmp_path / "fail.py"
     script.write_text(
@@ -89,7 +98,12 @@ def test_the_first_failure_is_the_status_and_what_is_shown(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"), [([], "wanted a program or a script"), (["-n", "0", "x.py"], "1 or more")]
+    ("words", "complaint"),
+    [
+        ([], "wanted a program or a script"),
+        (["-n", "0", "x.py"], "1 or more"),
+        (["-m"], "wanted a module, got nothing"),
+    ],
 )
 def test_nothing_to_run_is_one_line(words: list[str], complaint: str) -> None:
     done = command("run", *words)

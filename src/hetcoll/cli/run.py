@@ -67,7 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where rank 0 listens; with --hosts the name by which the others reach the first host",
     )  # fmt: skip
     parser.add_argument("--agent", action="store_true", help=argparse.SUPPRESS)  # what --hosts starts on each
-    parser.add_argument("-m", "--module", help="run a Python module instead of a script")
+    parser.add_argument(
+        "-m", "--module", nargs=argparse.REMAINDER,
+        help="run a Python module instead of a script; what follows it is its own",
+    )  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the script or program, and its arguments")
 
 
@@ -76,8 +79,10 @@ def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     if args.agent:
         return launch.serve(_first_line())
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if args.module:
-        command = ["-m", args.module, *args.command]
+    if args.module is not None:
+        if not args.module:
+            raise ArgumentError("-m: wanted a module, got nothing")
+        command = ["-m", *args.module, *args.command]
     env = {"HETCOLL_REPLACE": ",".join(REPLACEABLE)} if args.torch else {}
     options = launch.Options(
         not args.no_prefix, args.grace, not args.no_bind, args.keep_going, args.respawn, args.restart
