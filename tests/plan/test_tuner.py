@@ -318,9 +318,9 @@ def test_settings_name_algorithms() -> None:
     assert named("ring, allreduce:tree") == {**named("ring"), Collective.ALLREDUCE: "tree"}
     assert named("allgatherv:doubling") == {Collective.ALLGATHERV: "doubling"}
     for setting, problem in (
-        ("rong", "names no algorithm: 'rong'; there are binomial, chain, chained, direct"),
+        ("rong", "names no algorithm: 'rong'; there are aggregated, binomial, chain, chained, direct"),
         ("allreduces:ring", "names no collective: 'allreduces'"),
-        ("alltoall:ring", "no algorithm 'ring' for alltoall: there are pairwise"),
+        ("alltoall:ring", "no algorithm 'ring' for alltoall: there are aggregated, pairwise"),
         ("", "names no algorithm: ''"),
     ):
         with pytest.raises(ArgumentError, match=problem):

@@ -164,7 +164,7 @@ class Plan:
     it, so what is sent from there is not copied. `stretches`: the buffer is cut into so many stretches of equal numbers
     of units, and the units of all but the last are as long as one another (`algorithms.base.stretched`). `redundant`:
     several ranks reduce the same elements, each for itself, and must get the same bits of a NaN, too. `ordered`: every
-    element is reduced in the order of ranks, ((r0 + r1) + r2) + ...
+    element is reduced in the order of ranks, ((r0 + r1) + r2) + ... `equal`: all shares are of one length.
     """
 
     collective: Collective
@@ -186,6 +186,7 @@ class Plan:
     stretches: int = 1
     redundant: bool = False
     ordered: bool = False
+    equal: bool = False
 
     @property
     def lanes(self) -> int:

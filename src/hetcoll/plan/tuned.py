@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..types import REDUCING, Collective
 from . import tuner
-from .algorithms import ALGORITHMS, installed
+from .algorithms import ALGORITHMS, installed, known
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def lookup(
     for one in measured:
         if one.collective is kind and one.placed == placed:
             free = kind not in REDUCING or not ordered
-            known = ALGORITHMS[kind].items()
-            able = {name for name, entry in known if entry.supports(topology.size) and (free or entry.ordered)}
+            entries = known(collective).items()
+            able = {name for name, entry in entries if entry.supports(topology.size) and (free or entry.ordered)}
             seconds = {name: times for name, times in one.seconds.items() if name in able}
             return one._replace(seconds=seconds) if seconds else None
     return None
@@ -145,8 +145,8 @@ def _read(document: Document, path: tuple[str | int, ...], given: dict[str, obje
         document.refuse((*path, "us"), f"wanted lists of microseconds by the names of algorithms, got {table!r}")
     for algorithm, times in table.items():
         if algorithm not in ALGORITHMS[collective]:
-            known = ", ".join(sorted(ALGORITHMS[collective]))
-            document.refuse((*path, "us", algorithm), f"is no algorithm of {collective.label}: there are {known}")
+            there = ", ".join(sorted(ALGORITHMS[collective]))
+            document.refuse((*path, "us", algorithm), f"is no algorithm of {collective.label}: there are {there}")
         found = _list(document, (*path, "us", algorithm), "factor", times)
         if len(found) != len(nbytes):
             document.refuse((*path, "us", algorithm), f"wanted {len(nbytes)} times, one a size, got {len(found)}")

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeVar
 
 from ..errors import ArgumentError
 from ..types import REDUCING, ROOTED, Collective
-from .algorithms import ALGORITHMS, Algorithm, find
+from .algorithms import ALGORITHMS, Algorithm, find, known
 from .algorithms.hosts import runs_among
 from .costs import COSTS, Cost, Levels, Reach, levels
 from .machine import GPUS, Link, Machine
@@ -172,10 +172,10 @@ def named(setting: str) -> dict[Collective, str]:
                 raise ArgumentError(f"{setting!r} names no collective: {label!r}")
             find(kinds[0], name.strip())
         else:
-            kinds = [kind for kind in Collective if name in ALGORITHMS.get(kind.plain, {})]
+            kinds = [kind for kind in Collective if name in known(kind)]
             if not kinds:
-                known = ", ".join(sorted({n for entries in ALGORITHMS.values() for n in entries}))
-                raise ArgumentError(f"{setting!r} names no algorithm: {name!r}; there are {known}")
+                there = ", ".join(sorted({n for entries in ALGORITHMS.values() for n in entries}))
+                raise ArgumentError(f"{setting!r} names no algorithm: {name!r}; there are {there}")
         asked.update(dict.fromkeys(kinds, name.strip()))
     return asked
 
@@ -190,8 +190,8 @@ def among_hosts_of(entry: Algorithm, topology: Topology, ordered: bool = False) 
 def led(collective: Collective, name: str, topology: Topology) -> int:
     """The largest nbytes for which hosts are led where an algorithm runs among them; from there on they are split. One
     that states no cost is taken for `direct`."""
-    known = COSTS[collective.plain]
-    one, both = _forms(_Place(collective, topology, Machine()), known.get(name, known["direct"]))
+    stated = COSTS[collective.plain]
+    one, both = _forms(_Place(collective, topology, Machine()), stated.get(name, stated["direct"]))
     return _envelope({True: one, False: both})[0][0] if one <= both else -1
 
 
@@ -205,10 +205,10 @@ def lines(
 ) -> Forms:
     """For each algorithm that can be chosen, or the one that is `forced`: what it takes, in each of its forms."""
     plain, size, ordered = collective.plain, topology.size, ordered and collective in REDUCING
-    known = {forced: find(collective, forced)} if forced else ALGORITHMS.get(plain, {})
+    able = {forced: find(collective, forced)} if forced else known(collective)
     place, found = _Place(collective, topology, machine or Machine()), dict[str, tuple[Line, ...]]()
     several, costs = hosts and 1 < len(topology.hosts) < size, COSTS.get(plain, {})
-    for name, each in known.items():
+    for name, each in able.items():
         among = several and among_hosts_of(each, topology, ordered)
         if not each.supports(len(topology.hosts) if among else size) or (ordered and not each.ordered):
             continue

@@ -16,12 +16,12 @@ from . import direct  # first: of two that are equally fast, the tuner takes the
 
 # isort: split
 from ..costs import Cost, Hosts, Reach
-from . import binomial, chained, dissemination, installed, led, pairwise, recursive, ring, staged, tree
-from .base import ALGORITHMS, Algorithm, Draft, find, inp, out, power_of_two, register, tmp
+from . import aggregated, binomial, chained, dissemination, installed, led, pairwise, recursive, ring, staged, tree
+from .base import ALGORITHMS, Algorithm, Draft, find, inp, known, out, power_of_two, register, tmp
 from .p2p import p2p
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "Cost", "Draft", "Hosts", "Reach", "binomial", "chained", "direct", "dissemination",
-    "find", "inp", "installed", "led", "out", "p2p", "pairwise", "power_of_two", "recursive", "register",
-    "ring", "staged", "tmp", "tree",
+    "ALGORITHMS", "Algorithm", "Cost", "Draft", "Hosts", "Reach", "aggregated", "binomial", "chained", "direct",
+    "dissemination", "find", "inp", "installed", "known", "led", "out", "p2p", "pairwise", "power_of_two",
+    "recursive", "register", "ring", "staged", "tmp", "tree",
 ]  # fmt: skip

@@ -74,6 +74,7 @@ class Draft(Builder):
     staged: bool = False
     redundant: bool = False
     ordered: bool = False
+    equal: bool = False
 
     def others(self) -> list[int]:
         """Every rank but this one, in order."""
@@ -146,6 +147,7 @@ class Draft(Builder):
             self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
             self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
             self.apart, self.compress, self.staged, self.stretches, self.redundant, self.ordered,
+            self.equal,
         )  # fmt: skip
 
 
@@ -171,7 +173,8 @@ class Algorithm(NamedTuple):
     where the draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a
     host have so many cores, if a plan has so many units; see `cut` and `stretched`. `ordered`: it reduces every element
     in the order of ranks where the draft says so. `turns`: where it is not ordered and compresses nothing, rank r does
-    what rank 0 does, with all peers r further round the ring; so does one of equal islands beside the first.
+    what rank 0 does, with all peers r further round the ring; so does one of equal islands beside the first. `equal`:
+    for shares of one length, and so not for forms with counts.
     """
 
     name: str
@@ -182,6 +185,7 @@ class Algorithm(NamedTuple):
     stretches: Callable[[int, int], int] | None = None
     ordered: bool = False
     turns: bool = False
+    equal: bool = False
 
     @property
     def cost(self) -> Callable[[int], Cost] | None:
@@ -246,7 +250,7 @@ class Algorithm(NamedTuple):
             slow = frozenset(range(size)).difference(*(group for group in groups or hosts if rank in group))
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
-            average=scale, compress=compress, slow=slow, stretches=stretches, cores=cores,
+            average=scale, compress=compress, slow=slow, stretches=stretches, cores=cores, equal=self.equal,
             ordered=ordered, redundant=ordered,  # one NaN: whose it was depends on who is first in an instruction
         )  # fmt: skip
         if size > 1:
@@ -293,6 +297,7 @@ def register(
     stretches: Callable[[int, int], int] | None = None,
     ordered: bool = False,
     turns: bool = False,
+    equal: bool = False,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry.
 
@@ -301,7 +306,7 @@ def register(
     """
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
-        entry = Algorithm(name, collective, draw, supports, compresses, stretches, ordered, turns)
+        entry = Algorithm(name, collective, draw, supports, compresses, stretches, ordered, turns, equal)
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         if cost is not None:
@@ -324,6 +329,12 @@ def stretched(count: int, size: int, stretches: int) -> tuple[int, ...]:
     return (*starts, *(last + at for at in cut(count - last, size)))
 
 
+def known(collective: Collective) -> dict[str, Algorithm]:
+    """The entries for a collective, or a form of one with counts, by their names."""
+    table = ALGORITHMS.get(collective.plain, {})
+    return {name: entry for name, entry in table.items() if collective is collective.plain or not entry.equal}
+
+
 def find(collective: Collective, name: str) -> Algorithm:
     """The entry called `name`.
 
@@ -332,8 +343,8 @@ def find(collective: Collective, name: str) -> Algorithm:
     ArgumentError
         There is none; says which there are.
     """
-    table = ALGORITHMS.get(collective.plain, {})
+    table = known(collective)
     if name not in table:
-        known = ", ".join(sorted(table)) or "none"
-        raise ArgumentError(f"no algorithm {name!r} for {collective.label}: there are {known}")
+        there = ", ".join(sorted(table)) or "none"
+        raise ArgumentError(f"no algorithm {name!r} for {collective.label}: there are {there}")
     return table[name]

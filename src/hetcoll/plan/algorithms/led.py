@@ -7,6 +7,8 @@ are there: for few bytes. Where a host's ranks do not follow each other, a messa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ...types import Collective
 from ..costs import Cost, Hosts, Levels
 from ..ir import Buf
@@ -20,7 +22,8 @@ def _leader(p: Draft, host: tuple[int, ...]) -> int:
     return p.root if p.root in host else min(host)
 
 
-def _runs(host: tuple[int, ...]) -> list[Run]:
+def runs(host: Iterable[int]) -> list[Run]:
+    """The runs of these ranks, in order."""
     found: list[Run] = []
     for rank in sorted(host):
         if found and sum(found[-1]) == rank:
@@ -35,14 +38,14 @@ def _hosts(p: Draft) -> tuple[tuple[int, ...], list[tuple[int, Run]]]:
     mine = tuple(sorted(next(host for host in p.hosts if p.rank in host)))
     home = next(host for host in p.hosts if p.root in host)
     rows = [(mate, (mate, 1)) for mate in sorted(home) if mate != p.root]
-    return mine, rows + [(_leader(p, host), run) for host in p.hosts if host != home for run in _runs(host)]
+    return mine, rows + [(_leader(p, host), run) for host in p.hosts if host != home for run in runs(host)]
 
 
 def _levels(hosts: Hosts, *, gathers: bool) -> Levels:
     """Between hosts as many bytes as `direct` states, so that what counts is what is copied inside."""
     n, k = sum(map(len, hosts)), max(map(len, hosts))
     inside, between = k / n, (n - 1) / n
-    messages = max(len(hosts) - 1, sum(len(_runs(host)) for host in hosts) - 1)
+    messages = max(len(hosts) - 1, sum(len(runs(host)) for host in hosts) - 1)
     if gathers:
         return Cost(1, k - 1, 0, inside), Cost(1, messages, 0, between)
     return Cost(1, k - 1, inside, 0), Cost(1, messages, between, 0)
@@ -63,7 +66,7 @@ def gather(p: Draft) -> None:
         p.scratch_copies, p.scratch_like = 1, Buf.RECV
         came = {p.rank: p.copy(0, tmp(p.rank), inp())}
         came |= {mate: p.recv(1, tmp(mate), mate) for mate in mine if mate != leader}
-        for first, count in _runs(mine):
+        for first, count in runs(mine):
             p.send(2, tmp(first, count), p.root, after=[came[first + i] for i in range(count)])
 
 
@@ -80,7 +83,7 @@ def scatter(p: Draft) -> None:
         p.recv(0, out(), p.root if p.rank == leader else leader)
     else:
         p.scratch_copies = 1
-        for first, count in reversed(_runs(mine)):
+        for first, count in reversed(runs(mine)):
             came = p.recv(0, tmp(first, count), p.root)
             for mate in range(first, first + count):
                 if mate == leader:

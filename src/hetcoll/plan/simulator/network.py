@@ -64,7 +64,7 @@ def _check_header(plans: Sequence[Plan], rank: int) -> None:
     if (plan.rank, plan.size) != (rank, len(plans)):
         raise wrong(plan, None, f"is plan {rank} of {len(plans)}")
     same = ["collective", "algorithm", "root", "credits", "apart", "pieces", "islands", "compress", "stretches"]
-    same += ["redundant", "ordered"]
+    same += ["redundant", "ordered", "equal"]
     if plan.collective is not Collective.P2P:
         same += ["send_units", "recv_units"]
     for name in same:

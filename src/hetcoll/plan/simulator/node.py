@@ -102,7 +102,7 @@ def lengths(plan: Plan, span: Span | None) -> list[tuple[int, ...]]:
     me, kind, n, end = plan.rank, plan.collective, plan.pieces, start + span.count
     if kind in (Collective.ALLTOALL, Collective.GATHER, Collective.SCATTER, Collective.BARRIER, Collective.P2P):
         shares = ((u // n, max(start - u, 0), min(end - u, n)) for u in range(start // n * n, end, n))
-        if kind is not Collective.ALLTOALL:
+        if kind is not Collective.ALLTOALL or plan.equal:
             return [(a, b) for _, a, b in shares]
         return [(me, share, a, b) if buf is Buf.SEND else (share, me, a, b) for share, a, b in shares]
     if (kind, buf) in ((Collective.ALLGATHER, Buf.SEND), (Collective.REDUCE_SCATTER, Buf.RECV)):
