@@ -73,7 +73,7 @@ def ceil_log2(n: int) -> int:
 
 
 def _doubling(n: int) -> Cost:
-    k = floor_log2(n)
+    k = n.bit_length() - 1
     extra = n - (1 << k)
     rounds = k + (extra > 0)
     every = 2 * extra + k * (n - extra)  # messages: who sits out sends one, and its partner one back
@@ -82,17 +82,17 @@ def _doubling(n: int) -> Cost:
 
 
 def _halving_doubling(n: int) -> Cost:
-    k, folded = floor_log2(n), n & (n - 1) > 0
+    k, folded = n.bit_length() - 1, n & (n - 1) > 0
     once = 1 - 1 / (1 << k)
     moved = 2 * once + folded
     return Cost(2 * k + 2 * folded, 4 * k + 2 * folded, moved, moved, once + folded, stepwise=True)
 
 
 def _reduce_broadcast(n: int) -> Cost:
-    below = ceil_log2(n)
+    below = (n - 1).bit_length()
     messages = n - 1 + below
     mean = 4 * (n - 1) / (n * messages) if n > 1 else 1.0
-    return Cost(1 + floor_log2(n), messages, below, n - 1, n - 1, stepwise=True, mean=mean, senders=max(n - 1, 1))
+    return Cost(n.bit_length(), messages, below, n - 1, n - 1, stepwise=True, mean=mean, senders=max(n - 1, 1))
 
 
 _MOST_CORES = 32  # the most on which `chained` was measured

@@ -205,12 +205,14 @@ def lines(
 ) -> Forms:
     """For each algorithm that can be chosen, or the one that is `forced`: what it takes, in each of its forms."""
     plain, size, ordered = collective.plain, topology.size, ordered and collective in REDUCING
-    able = {forced: find(collective, forced)} if forced else known(collective)
+    able = {forced: find(collective, forced)} if forced else ALGORITHMS.get(plain, {})
     place, found = _Place(collective, topology, machine or Machine()), dict[str, tuple[Line, ...]]()
     several, costs = hosts and 1 < len(topology.hosts) < size, COSTS.get(plain, {})
     for name, each in able.items():
         among = several and among_hosts_of(each, topology, ordered)
         if not each.supports(len(topology.hosts) if among else size) or (ordered and not each.ordered):
+            continue
+        if each.equal and collective is not plain:
             continue
         stated = costs.get(name)
         if among and stated:

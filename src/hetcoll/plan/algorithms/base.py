@@ -331,8 +331,9 @@ def stretched(count: int, size: int, stretches: int) -> tuple[int, ...]:
 
 def known(collective: Collective) -> dict[str, Algorithm]:
     """The entries for a collective, or a form of one with counts, by their names."""
-    table = ALGORITHMS.get(collective.plain, {})
-    return {name: entry for name, entry in table.items() if collective is collective.plain or not entry.equal}
+    plain = collective.plain
+    table = ALGORITHMS.get(plain, {})
+    return table if collective is plain else {name: entry for name, entry in table.items() if not entry.equal}
 
 
 def find(collective: Collective, name: str) -> Algorithm:
@@ -343,8 +344,8 @@ def find(collective: Collective, name: str) -> Algorithm:
     ArgumentError
         There is none; says which there are.
     """
-    table = known(collective)
-    if name not in table:
-        there = ", ".join(sorted(table)) or "none"
+    found = ALGORITHMS.get(collective.plain, {}).get(name)
+    if found is None or (found.equal and collective is not collective.plain):
+        there = ", ".join(sorted(known(collective))) or "none"
         raise ArgumentError(f"no algorithm {name!r} for {collective.label}: there are {there}")
-    return table[name]
+    return found
