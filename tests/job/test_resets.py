@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -275,7 +276,14 @@ def test_ctrl_c_in_the_middle_of_a_frame_costs_a_connection(
     """The rest of the frame would be missing, or its number; over the next connection it comes as a whole."""
     monkeypatch.setattr(uplink, "hosted_here", lambda _: None)
     clients, events = join_all(unique_id, 2)
-    before, send_all = end_of(unique_id, 1), uplink.send_all
+    before, send_all, come = end_of(unique_id, 1), uplink.send_all, clients[1]._uplink._come_again
+    told = threading.Event()  # the next frame, before the thread that reads has found another way
+
+    def late(error: OSError) -> bool:
+        told.wait(20)
+        return come(error)
+
+    monkeypatch.setattr(clients[1]._uplink, "_come_again", late)
 
     def interrupted(sock: socket.socket, data: bytes, deadline: float) -> None:
         monkeypatch.setattr(uplink, "send_all", send_all)
@@ -285,7 +293,12 @@ def test_ctrl_c_in_the_middle_of_a_frame_costs_a_connection(
     monkeypatch.setattr(uplink, "send_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         clients[1].put(b"first", b"value", 10)
-    clients[1].put(b"second", b"value", 10)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(clients[1].put, b"second", b"value", 10)
+        wait_until(lambda: len(clients[1]._uplink._asked) == 1)
+        with clients[1]._uplink._lock:  # it has been sent, or kept
+            told.set()
+        second.result(20)
     assert [clients[0].get(key, 10) for key in (b"first", b"second")] == [b"value"] * 2
     assert end_of(unique_id, 1) is not before
     assert not [event for each in events for event in each.seen]

@@ -183,6 +183,7 @@ class Uplink:
         self._lock = threading.Lock()
         self._asked: dict[int, tuple[Op, bytes]] = {}  # requests without a reply
         self._behind = self.closing = self._over = False
+        self._left = False  # this way is given up: what comes after a frame that was cut short would be part of it
         self._pulse = Pulse()
         self._heard = 0.0
         try:
@@ -228,6 +229,7 @@ class Uplink:
     def _go(self, place: Place) -> None:
         """Send again over this way what the store does not have."""
         self.sock, self._reader, self._behind, count = place
+        self._left = False
         self._heard = time.monotonic()
         self._resend(count)
 
@@ -260,13 +262,16 @@ class Uplink:
 
     def _put(self, op: Op, body: bytes, request: int, status: Status, deadline: float) -> None:
         number = self._stream.put(op, body, request, status).number
+        if self._left:
+            return
         send_all(self.sock, header(op, body, request, status, number) + body, deadline)
 
     def _tell(self, op: Op) -> None:
         """How much has come, past the stream."""
         body = U64.pack(self._stream.received)
         with self._lock:
-            send_all(self.sock, header(op, body) + body, time.monotonic() + RETURN)
+            if not self._left:
+                send_all(self.sock, header(op, body) + body, time.monotonic() + RETURN)
 
     def end(self) -> None:
         """Shut down for good, whether or not the goodbye has come to the store."""
@@ -286,6 +291,7 @@ class Uplink:
 
     def _leave_way(self) -> None:
         """Who reads sees an end, and finds another way. The other end does not: that would be this process's death."""
+        self._left = True
         with contextlib.suppress(OSError):  # it broke
             self.sock.shutdown(socket.SHUT_RD)
 
@@ -328,8 +334,8 @@ class Uplink:
                 return not self._over
 
     def _take_leave(self) -> None:
-        """Tell the relay, which may live, that who goes elsewhere has not died. In vain where a frame was cut short."""
-        if self._behind:
+        """Tell the relay, which may live, that who goes elsewhere has not died."""
+        if self._behind and not self._left:
             with contextlib.suppress(OSError):
                 self.sock.send(header(Op.GONE, b""), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         close_hard(self.sock)
