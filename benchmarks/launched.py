@@ -7,12 +7,32 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from ports import free_port
+
+
+class Meeting:
+    """Two ranks that know one folder: each call gives the other's bytes."""
+
+    def __init__(self, rank: int, folder: Path, seconds: float) -> None:
+        self._rank, self._folder, self._seconds, self._calls = rank, folder, seconds, 0
+
+    def exchange(self, mine: bytes = b"") -> bytes:
+        own, other = (self._folder / f"{self._calls}.{rank}" for rank in (self._rank, 1 - self._rank))
+        new = own.with_suffix(f".{self._rank}.new")
+        new.write_bytes(mine)
+        new.rename(own)
+        self._calls += 1
+        deadline = time.monotonic() + self._seconds
+        while not other.exists():
+            assert time.monotonic() < deadline, "the other rank did not come"
+            time.sleep(0.001)
+        return other.read_bytes()
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -44,6 +44,7 @@ ENVIRONMENTS = {
     "mpich": ("numpy", "mpich==5.0.2", "mpi4py==4.1.2"),
     "impi": ("numpy", "impi-rt==2021.18.1", "mpi4py==4.1.2"),
     "gloo": ("numpy", "torch==2.13.0", "torchft==0.2.0"),  # the latter for tests
+    "nixl": ("numpy", "torch==2.13.0", "nixl_cu12==1.5.1"),  # any torch will do
     "plot": ("matplotlib",),
 }
 

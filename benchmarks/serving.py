@@ -1,9 +1,10 @@
-"""Scattered pieces from one rank to another: puts beside torch's `batch_isend_irecv` over Gloo, in one run.
+"""Scattered pieces from one rank to another: puts beside NIXL over UCX and torch's `batch_isend_irecv` over Gloo.
 
     python benchmarks/serving.py [--pieces 16384 65536] [--count 512] [--rounds 5] [--device auto]
 
 Two processes of this machine. One sends `count` pieces of its cache to other places of the other's, as a hand-off of KV
-blocks does, over loopback TCP and over shared memory (Gloo has TCP alone). The receiver compares every byte. The link's
+blocks does, over loopback TCP and over shared memory (Gloo has TCP alone, NIXL is told by UCX_TLS). The receiver
+compares every byte. The link's
 rate is that of one TCP socket that sends as many bytes at once. Libraries take turns; the medians are printed.
 
 With `--device cuda`, `hip` or `auto` each process has a GPU, the same where there is one only, and the caches lie
@@ -32,9 +33,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launched import launched
+from launched import Meeting, launched
 
-WAYS = ("socket", "gloo", "hetcoll tcp", "hetcoll shm")
+WAYS = ("socket", "gloo", "nixl tcp", "nixl shm", "hetcoll tcp", "hetcoll shm")
 GPU_WAYS = ("pinned copy", "gpu copy", "gloo gpu>gpu", "nccl gpu>gpu", "hetcoll shm direct gpu>gpu", *(
     f"hetcoll {link} {places}" for link in ("tcp", "shm") for places in ("gpu>gpu", "gpu>cpu", "cpu>gpu")
 ))  # fmt: skip
@@ -210,6 +211,50 @@ def with_gloo(rank: int, piece: int, count: int, rounds: int, way: str) -> list[
     return found
 
 
+def with_nixl(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
+    """A prepared WRITE of all pieces with a notification, which both ranks poll for, as vLLM's connector does."""
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+    meeting = Meeting(rank, Path(os.environ["BENCH_FOLDER"]), _SECONDS)
+    agent = nixl_agent(str(rank), nixl_agent_config(backends=["UCX"]))
+    cache, turn = np.zeros(piece * count, np.uint8), [0]
+    agent.register_memory([(cache.ctypes.data, cache.nbytes, 0, "")], "DRAM")
+    agent.add_remote_agent(meeting.exchange(agent.get_agent_metadata()))
+    there = int(meeting.exchange(str(cache.ctypes.data).encode()))
+    source, target = places(count)
+
+    def rows(address: int) -> Any:
+        return np.stack([address + np.arange(count) * piece, np.full(count, piece), np.zeros(count)], 1).astype(
+            np.uint64
+        )
+
+    if rank == 0:
+        here, far = (agent.prep_xfer_dlist(name, rows(at), "DRAM")
+                     for name, at in (("NIXL_INIT_AGENT", cache.ctypes.data), ("1", there)))  # fmt: skip
+        put = agent.make_prepped_xfer("WRITE", here, source.astype(np.int32), far, target.astype(np.int32), b"come")
+
+    def begin() -> None:
+        if rank == 0:
+            cache[:] = content(piece, count, turn[0])
+        turn[0] += 1
+        meeting.exchange()
+
+    def move() -> None:
+        if rank == 0:
+            state = agent.transfer(put)
+            while state == "PROC":
+                state = agent.check_xfer_state(put)
+            assert state == "DONE", state
+        else:
+            while not agent.get_new_notifs():
+                pass
+
+    found = measure(rank, piece, count, rounds, begin, move, meeting.exchange, lambda: cache)
+    meeting.exchange()
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # it may crash when it is taken down
+
+
 def with_pinned_copies(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
     """What the sender's GPU copies to pinned memory in one piece."""
     found: list[float] = []
@@ -282,7 +327,7 @@ def with_socket(rank: int, piece: int, count: int, rounds: int, way: str) -> lis
 
 
 RUNS = {
-    "socket": with_socket, "gloo": with_gloo, "nccl": with_nccl, "hetcoll": with_hetcoll,
+    "socket": with_socket, "gloo": with_gloo, "nccl": with_nccl, "nixl": with_nixl, "hetcoll": with_hetcoll,
     "pinned": with_pinned_copies, "gpu": with_gpu_copy,
 }  # fmt: skip
 
@@ -291,7 +336,10 @@ def launch(way: str, python: str, piece: int, count: int, rounds: int) -> list[f
     """The seconds of one library's rounds."""
     words = [python, __file__, "--way", way, "--pieces", str(piece), "--count", str(count), "--rounds", str(rounds)]
     with tempfile.TemporaryDirectory() as folder:
-        own = {"HETCOLL_TRANSPORT": "shm" if "shm" in way else "tcp", "BENCH_FOLDER": folder}
+        shm = "shm" in way
+        own = {"HETCOLL_TRANSPORT": "shm" if shm else "tcp", "BENCH_FOLDER": folder, "NIXL_LOG_LEVEL": "ERROR"}
+        if way.startswith("nixl"):
+            own["UCX_TLS"] = "tcp,shm,cma,self" if shm else "tcp,self"  # shared memory goes first
         return launched(way, words, 2, os.environ | own, _SECONDS)
 
 
@@ -313,7 +361,7 @@ def main() -> None:
         print(json.dumps(run(rank, options.pieces[0], options.count, options.rounds, options.way)))
         return
     ways: tuple[str, ...] = WAYS
-    limit, gloo = "socket", sys.executable
+    limit, pythons = "socket", {}
     if options.device:
         os.environ["BENCH_DEVICE"] = options.device
         torch = importlib.util.find_spec("torch") is not None and options.device != "hip"
@@ -323,13 +371,13 @@ def main() -> None:
     else:
         from libraries import prepare
 
-        gloo = str(prepare("gloo", options.cache) / "bin/python")
+        pythons = {name: str(prepare(name, options.cache) / "bin/python") for name in ("gloo", "nixl")}
     print(f"| Piece | Way | Pieces/s | MB/s | Share of the {limit}'s rate |\n| --- | --- | --- | --- | --- |")
     for piece in options.pieces:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(options.launches):
             for way in ways:
-                python = gloo if way == "gloo" else sys.executable
+                python = pythons.get(way.split()[0], sys.executable)
                 seconds[way] += launch(way, python, piece, options.count, options.rounds)
         link = statistics.median(seconds[limit])
         for way in ways:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ports import free_port
 from ranks import Ranks, kept, wait_until
+from thorough import parametrize
 from vllm_engine import TOKENS, Instance, Shape
 
 import hetcoll
@@ -97,7 +98,7 @@ def hand_over(comm: hetcoll.Communicator, port: int, shapes: tuple[Shape, Shape]
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize("shapes", SHAPES)
+@parametrize("shapes", list(SHAPES), first=2)
 def test_caches_change_hands(ranks_of: Callable[[int], Ranks], shapes: str, layerwise: bool) -> None:
     pair = SHAPES[shapes]
     ranks_of(sum(shape.ranks for shape in pair)).run(hand_over, free_port(), pair, layerwise, timeout=90)
