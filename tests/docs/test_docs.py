@@ -416,7 +416,7 @@ import hetcoll
 names = [m.name for m in pkgutil.walk_packages(hetcoll.__path__, "hetcoll.")]
 failed = ran = 0
 for name in ["hetcoll", *names]:
-    needs_more = name.startswith(("hetcoll.jax", "hetcoll.torch.", "hetcoll.vllm"))
+    needs_more = name.startswith(("hetcoll.jax", "hetcoll.torch.", "hetcoll.serving.vllm"))
     if needs_more or name.endswith(("__main__", "_native")):
         continue
     result = doctest.testmod(importlib.import_module(name))
