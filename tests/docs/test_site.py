@@ -62,9 +62,10 @@ def undocumented(kind: type) -> list[str]:
     return [name for name, value in calls if not value.__doc__ and name not in told]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in DIRECTIVES if not name.startswith(("hetcoll.jax", "hetcoll.serving.vllm"))]
-)
+HERE = [name for name in DIRECTIVES if not name.startswith(("hetcoll.jax", "hetcoll.serving.vllm"))]  # no JAX, no vLLM
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_what_the_api_pages_name_has_docstrings(name: str) -> None:
     module, _, last = name.rpartition(".")
     if module == "hetcoll._native":  # its stubs are its documents
@@ -101,7 +102,7 @@ def options(name: str) -> set[str]:
     return set(re.findall(r"^ +(\w+): true$", found[1], re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", DIRECTIVES)
+@pytest.mark.parametrize("name", HERE)
 def test_the_api_pages_show_what_a_class_is_made_of_and_its_fields(name: str) -> None:
     """mkdocstrings leaves out what has no docstring of its own, and what a base of the package has."""
     if name.rpartition(".")[2] in MADE_BY_CALLS or not inspect.isclass(thing := load(name)):
