@@ -214,7 +214,8 @@ def test_what_is_no_array(obj: object) -> None:
     with pytest.raises(BufferTypeError) as caught:
         read(obj)
     wanted = "buf: wanted an array (NumPy, DLPack, CUDA array interface or the buffer protocol)"
-    assert str(caught.value) == f"{wanted}, got {type(obj).__name__}"
+    hint = "numpy.asarray makes one of numbers; broadcast_object and its like take objects"
+    assert str(caught.value) == f"{wanted}, got {type(obj).__name__}; {hint}"
 
 
 def test_numpy_scalars_are_no_arrays() -> None:

@@ -25,7 +25,6 @@ import hetcoll
 from hetcoll.cli.top import text
 from hetcoll.config.env import Config
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
-from hetcoll.health.activity import QUESTION
 from hetcoll.rendezvous.control import WORLD
 from hetcoll.tools.observing import Observer, Told, observe
 from hetcoll.tools.rates import WINDOW, Rates, Watch
@@ -81,11 +80,11 @@ def test_counts_are_those_of_what_was_called(launch: Launch) -> None:
     ranks = launch(3)
     with looking_on(ranks) as observer:
         ranks.run(reductions)
-        before = [only_group(each) for each in observer.survey(QUESTION, 10)]
+        before = [only_group(each) for each in observer.activity(10)]
         assert [group["calls"] for group in before] == [ROUNDS] * 3
         assert all(group["spent"] > 0 and group["waits"] == 0 and group["what"] == "" for group in before)
         ranks.run(to_the_next)
-        after = observer.survey(QUESTION, 10)
+        after = observer.activity(10)
         assert [each.rank for each in after] == [0, 1, 2]
         assert [each.answer["pid"] for each in after] == [ranks.pid(rank) for rank in range(3)]
         for rank, (then, each) in enumerate(zip(before, after, strict=True)):
@@ -111,10 +110,10 @@ def test_parts_of_the_job_are_told_while_they_are_open(launch: Launch) -> None:
     ranks = launch(4)
     with looking_on(ranks) as observer:
         ranks.run(part)
-        told = observer.survey(QUESTION, 10)
+        told = observer.activity(10)
         assert [len(each.answer["groups"]) for each in told] == [2] * 4
         ranks.run(close_part)
-        assert [len(each.answer["groups"]) for each in observer.survey(QUESTION, 10)] == [1] * 4
+        assert [len(each.answer["groups"]) for each in observer.activity(10)] == [1] * 4
 
 
 # Who is slow, or silent.
@@ -132,7 +131,7 @@ def with_a_late_rank(comm: hetcoll.Communicator, at: str) -> None:
 def look_until(observer: Observer, watch: Watch, found: Callable[[Rates], object]) -> Rates:
     def look() -> Rates | None:
         time.sleep(0.05)
-        watch.add(observer.survey(QUESTION, 1.0))
+        watch.add(observer.activity(1.0))
         rates = watch.rates()
         return rates if found(rates) else None
 
@@ -239,7 +238,7 @@ def end(ranks: Ranks) -> None:
 
 def survey_of(ranks: Ranks) -> list[int]:
     with looking_on(ranks) as observer:
-        return [only_group(each)["calls"] for each in observer.survey(QUESTION, 10)]
+        return [only_group(each)["calls"] for each in observer.activity(10)]
 
 
 def test_it_ends_with_the_job(launch: Launch) -> None:
@@ -288,7 +287,7 @@ def test_a_job_is_found_by_its_port_with_its_secret(launch: Launch, secret: str)
     assert ranks.run(by_hand, port) == ["2", "2"]
     place = f"127.0.0.1:{port}"
     observer = observe(place, Config(secret=secret.encode() or None))
-    assert [(each.group, each.rank) for each in observer.survey(QUESTION, 10)] == [(WORLD, 0), (WORLD, 1)]
+    assert [(each.group, each.rank) for each in observer.activity(10)] == [(WORLD, 0), (WORLD, 1)]
     observer.close()
     if secret:
         with pytest.raises(AuthenticationError, match="different secrets"):

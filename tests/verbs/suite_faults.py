@@ -108,7 +108,7 @@ def test_control_sockets_are_reset(launch: Launch) -> None:
         progress.until(lambda counters: counters["recovered_rails"] > 0)
 
     for counters, text in run_while(verbs(launch, 2, HETCOLL_FAULT="reset=100", **PROMPT), cut_and_mend):
-        assert counters["tcp_reconnects"] > 3, counters
+        assert counters["tcp_reconnects"] > 0, counters
         assert counters["links_over_tcp"] == 0, text
 
 
