@@ -43,7 +43,8 @@ class ProxyLane {
   // Adds what to wait on; whether the GPU is waited for, which wakes nobody.
   bool AddPoll(std::vector<pollfd>& fds) const {
     if (left_) return false;
-    const bool blocked = !queue_.empty() && !Ours(queue_.front());
+    // What was not offered to the link for want of the GPU's word is not offered yet where that has come since.
+    const bool blocked = !queue_.empty() && !(outgoing_ ? offered_ : Ours(queue_.front()));
     if (blocked && lent_.empty()) return true;
     if (outgoing_) {
       end_.send->AddPoll(fds);
@@ -109,7 +110,8 @@ class ProxyLane {
 
   // A NIC may read a slot until the peer has confirmed what it read there.
   bool MoveOut() {
-    bool moved = !queue_.empty() && Ours(queue_.front()) && Push();
+    offered_ = !queue_.empty() && Ours(queue_.front());
+    bool moved = offered_ && Push();
     if (lent_.empty()) return moved;
     if (!moved) end_.send->Keep();  // the slot is worth more than the copy
     const std::uint64_t back = pushed_ - end_.send->Lent();
@@ -167,6 +169,7 @@ class ProxyLane {
   bool ahead_;
   bool outgoing_ = end_.send != nullptr;
   bool left_ = false;
+  bool offered_ = false;  // whether the first message was, when Move was called last
   std::deque<ProxyPart> queue_;
   std::size_t announced_ = 0;         // of these, to the link: coming in
   std::deque<Lent> lent_;             // pushed, but perhaps still read: going out
