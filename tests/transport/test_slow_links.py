@@ -188,6 +188,7 @@ def meet_late(comm: hetcoll.Communicator) -> float:
     listener._wait = hold  # type: ignore[method-assign]
     listener._wake_write.send(b"\0")  # it waits already, and would take a connection before it is held
     assert held.wait(30)
+    comm._core.meet("both are held", b"", 30)
     comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0)
     return time.monotonic() - start
 
