@@ -11,27 +11,25 @@ other ranks run ahead of the root, the mean. HETCOLL_TRANSPORT says over what.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
 
 import hetcoll
 from hetcoll.cli.sweeps import parse_size
-from hetcoll.cli.timing import Schedule, Timing, agree_on_estimate, slowest, take_samples
-from hetcoll.runtime.regroup import name_of
+from hetcoll.cli.timing import timed
+from hetcoll.cli.tune import alike
 
 TURN_US = 10_000.0
 
 
-def variant(comm: hetcoll.Communicator, op: str, setting: str) -> hetcoll.Communicator:
+def variant(comm: hetcoll.Communicator, op: str, setting: str) -> AbstractContextManager[hetcoll.Communicator]:
     """A communicator of the same ranks of that setting. Collective."""
     order, _, name = setting.partition(":")
-    config = replace(comm._config, algo=f"{op}:{name}" if name else None, reproducible=order == "ordered")
-    group = name_of(comm._core.group, f"{op} {setting}")
-    return type(comm)(comm._session, group, comm.rank, comm.size, config, config.init_timeout)
+    algo = f"{op}:{name}" if name else None
+    return alike(comm, f"{op} {setting}", algo=algo, reproducible=order == "ordered")
 
 
 def call(comm: hetcoll.Communicator, op: str, nbytes: int) -> Callable[[], Any]:
@@ -44,39 +42,32 @@ def call(comm: hetcoll.Communicator, op: str, nbytes: int) -> Callable[[], Any]:
 
 def turn(comm: hetcoll.Communicator, op: str, run: Callable[[], Any]) -> float:
     """What the slowest rank takes in microseconds. Collective."""
-    begun = time.perf_counter()
-    run()
-    estimate = agree_on_estimate(comm, (time.perf_counter() - begun) * 1e6)
-    schedule = Schedule.choose(estimate, max(10, round(min(1000.0, TURN_US / max(estimate, 0.1)))))
-    comm.barrier()
-    found, _ = slowest(comm, Timing.of(take_samples(run, schedule)), 0)
+    found = timed(comm, run, TURN_US, 10, 1000)
     return found.mean_us if op == "reduce" else found.p50_us
 
 
 def measure(comm: hetcoll.Communicator, op: str, sizes: Sequence[int], settings: Sequence[str], turns: int) -> None:
     """All sizes of an operation; rank 0 prints. Collective."""
-    children = {setting: variant(comm, op, setting) for setting in settings}
-    for nbytes in sizes:
-        calls = {setting: call(child, op, nbytes) for setting, child in children.items()}
-        times: dict[str, list[float]] = {setting: [] for setting in settings}
-        for run in calls.values():
-            run()
-        for _ in range(turns):
-            for setting, child in children.items():
-                times[setting].append(turn(child, op, calls[setting]))
-        first = times[settings[0]]
-        for setting, found in times.items() if comm.rank == 0 else ():
-            chosen = children[setting].explain(op, nbytes).algorithm
-            ratio, least = np.median(found) / np.median(first), min(found) / min(first)
-            print(
-                f"{comm.size} ranks {op} {nbytes:>9} {setting + ' (' + chosen + ')':<40} {np.median(found):10.1f} us,"
-                f" fastest {min(found):10.1f}, times {settings[0]} {ratio:.2f} ({least:.2f})",
-                flush=True,
-            )
-        comm.barrier()
-    for child in children.values():
-        child.barrier()
-        child.close()
+    with ExitStack() as stack:
+        children = {setting: stack.enter_context(variant(comm, op, setting)) for setting in settings}
+        for nbytes in sizes:
+            calls = {setting: call(child, op, nbytes) for setting, child in children.items()}
+            times: dict[str, list[float]] = {setting: [] for setting in settings}
+            for run in calls.values():
+                run()
+            for _ in range(turns):
+                for setting, child in children.items():
+                    times[setting].append(turn(child, op, calls[setting]))
+            first = times[settings[0]]
+            for setting, found in times.items() if comm.rank == 0 else ():
+                chosen = children[setting].explain(op, nbytes).algorithm
+                ratio, least = np.median(found) / np.median(first), min(found) / min(first)
+                print(
+                    f"{comm.size} ranks {op} {nbytes:>9} {setting + ' (' + chosen + ')':<40}"
+                    f" {np.median(found):10.1f} us, fastest {min(found):10.1f}, times {settings[0]} {ratio:.2f} ({least:.2f})",
+                    flush=True,
+                )
+            comm.barrier()
 
 
 def main() -> None:

@@ -76,6 +76,17 @@ def slowest(comm: Any, own: Timing, wrong: int) -> tuple[Timing, int]:
     return Timing(float(row[0]), float(row[1]), float(row[2])), int(rows[:, 3].sum())
 
 
+def timed(comm: Any, call: Callable[[], object], budget_us: float, fewest: int, most: int) -> Timing:
+    """Of as many calls as fill the budget, on the rank that takes the longest. Collective."""
+    begun = perf_counter_ns()
+    call()
+    estimate = agree_on_estimate(comm, (perf_counter_ns() - begun) / 1e3)
+    schedule = Schedule.choose(estimate, max(fewest, round(min(float(most), budget_us / max(estimate, 0.1)))))
+    comm.barrier()
+    found, _ = slowest(comm, Timing.of(take_samples(call, schedule)), 0)
+    return found
+
+
 def agree_on_estimate(comm: Any, own_us: float) -> float:
     """The largest of all ranks' estimates, the same number on all of them. Collective."""
     rows = np.empty(comm.size)

@@ -7,7 +7,6 @@ import datetime
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from ..plan import tuned, tuner
 from ..runtime.regroup import name_of
 from ..types import Collective
 from .sweeps import parse_size
-from .timing import Schedule, Timing, agree_on_estimate, slowest, take_samples
+from .timing import timed
 
 SIZES = (8, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 KINDS = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.ALLGATHER)  # that everyone waits for
@@ -121,7 +120,8 @@ def _measure(comm: Communicator, sizes: Sequence[int]) -> list[tuned.Measured]:
     for turn in range(_TURNS):  # whatever else the machine does meanwhile, it does not do each time
         for name in sorted({name for names in able.values() for name in names}):
             kinds = [kind for kind in KINDS if name in able[kind]]
-            with _bound_to(comm, ",".join(f"{kind.label}:{name}" for kind in kinds), turn) as child:
+            algo = ",".join(f"{kind.label}:{name}" for kind in kinds)
+            with alike(comm, f"tune {algo} {turn}", algo=algo) as child:
                 for kind in kinds:
                     times.setdefault((kind, name), []).append([_time(child, kind, nbytes) for nbytes in sizes])
     placed = tuned.Placed.of(topology)
@@ -144,10 +144,10 @@ def _check_alike(times: Iterable[Sequence[Sequence[float]]], who: str) -> None:
 
 
 @contextmanager
-def _bound_to(comm: Communicator, algo: str, turn: int) -> Iterator[Communicator]:
-    """A communicator of the same ranks for which HETCOLL_ALGO is `algo`."""
-    config = replace(comm._config, algo=algo)
-    group = name_of(comm._core.group, f"tune {algo} {turn}")
+def alike(comm: Communicator, name: str, **changed: Any) -> Iterator[Communicator]:
+    """A communicator of the same ranks with another configuration; no other one of `comm` has the name. Collective."""
+    config = replace(comm._config, **changed)
+    group = name_of(comm._core.group, name)
     child = type(comm)(comm._session, group, comm.rank, comm.size, config, config.init_timeout)
     try:
         yield child
@@ -160,13 +160,7 @@ def _time(comm: Communicator, kind: Collective, nbytes: int) -> float:
     """Seconds of one call: on the rank that takes the longest, the median."""
     call = _call(comm, kind, nbytes)
     call()
-    begun = time.perf_counter()
-    call()
-    estimate = agree_on_estimate(comm, (time.perf_counter() - begun) * 1e6)
-    schedule = Schedule.choose(estimate, max(3, round(min(2000.0, _CELL_US / max(estimate, 0.1)))))
-    comm.barrier()
-    timing, _ = slowest(comm, Timing.of(take_samples(call, schedule)), 0)
-    return timing.p50_us * 1e-6
+    return timed(comm, call, _CELL_US, 3, 2000).p50_us * 1e-6
 
 
 def _call(comm: Communicator, kind: Collective, nbytes: int) -> Callable[[], Any]:
