@@ -64,7 +64,8 @@ def measure(comm: hetcoll.Communicator, op: str, sizes: Sequence[int], settings:
                 ratio, least = np.median(found) / np.median(first), min(found) / min(first)
                 print(
                     f"{comm.size} ranks {op} {nbytes:>9} {setting + ' (' + chosen + ')':<40}"
-                    f" {np.median(found):10.1f} us, fastest {min(found):10.1f}, times {settings[0]} {ratio:.2f} ({least:.2f})",
+                    f" {np.median(found):10.1f} us, fastest {min(found):10.1f},"
+                    f" times {settings[0]} {ratio:.2f} ({least:.2f})",
                     flush=True,
                 )
             comm.barrier()
