@@ -355,7 +355,8 @@ void Engine::DriveInBackground() {
     try {
       background_ = std::thread([this] { BackgroundLoop(); });
     } catch (const std::system_error& error) {  // what was begun would not move: it fails here, and so everywhere
-      return Fail(FaultKind::kSystem, options_.rank, std::string("no thread for calls in flight: ") + error.what());
+      // What it says of itself differs between standard libraries.
+      return Fail(FaultKind::kSystem, options_.rank, "no thread for calls in flight: " + error.code().message());
     }
   }
   background_wake_.notify_one();
