@@ -49,7 +49,10 @@ inline void BindCopies(nb::module_& m) {
       .def(
           "after", [](const PyCopier& c, Address stream) { return Closed(c.device->After(As<DeviceStream>(stream))); },
           nb::call_guard<nb::gil_scoped_release>())
-      .def("use_kernel", [](const PyCopier& c, Address kernel) { c.device->UseKernel(As<DeviceFunction>(kernel)); })
+      .def("use_kernels",
+           [](const PyCopier& c, Address few, Address many, Address table, std::size_t rows) {
+             c.device->UseKernels(As<DeviceFunction>(few), As<DeviceFunction>(many), {As<Move*>(table), rows});
+           })
       .def(
           "failure", [](const PyCopier& c) { return c.device->Failure(); }, nb::call_guard<nb::gil_scoped_release>())
       .def(

@@ -190,8 +190,9 @@ class Copier:
     def after(self, stream: int) -> Gate | None:
         """What is on `stream` now; None where that is done. Fault where it is captured."""
 
-    def use_kernel(self, kernel: int) -> None:
-        """Many short pieces from other GPUs are copied by this one (devices/kernels/pieces.h) from now on."""
+    def use_kernels(self, few: int, many: int, table: int, rows: int) -> None:
+        """Short pieces from other GPUs are copied by these (devices/kernels/pieces.h) from now on: by `many`, where a
+        table of so many rows in pinned memory has room."""
 
     def failure(self) -> str:
         """What the device has failed with, or nothing."""
