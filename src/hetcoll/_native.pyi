@@ -511,6 +511,11 @@ def shm_bytes(local_size: int, ring_bytes: int, most_heap: int) -> int: ...
 def cut_offset(count: int, units: int, unit: int) -> int: ...
 def bind_plan(encoded: bytes, size: int, dtype: int, send_count: int, recv_count: int) -> tuple[int, int]:
     """Binds a plan as an engine would, for nobody: the number of its steps, and its bytes of scratch memory."""
+def piece_rows(
+    here: Any, there: Any, length: Any, here_count: int, there_count: int, itemsize: int
+) -> tuple[Any, int] | None:
+    """What `runtime.offsets.pieces` says, of ints and NumPy's arrays of int64; None where that is an error, too."""
+
 
 def claims_slots(stores: int) -> bool:
     """Whether slots in shared memory are claimed, with this HETCOLL_SHM_STORES."""

@@ -231,13 +231,14 @@ class Window:
             raise BufferTypeError(f"{name}: wanted the window's dtype, {self.dtype.label}, got {buffer.dtype.label}")
         at = -1 if signal is None else self._check_signal(signal, other)
         seconds = side.core.seconds(timeout)
-        rows = pieces(buffer.count, self._exposed[other].elements, own_offset, offset, count, name, other)
-        if len(rows) == 0 and at < 0:
+        there = self._exposed[other].elements
+        rows, nbytes = pieces(buffer.count, there, own_offset, offset, count, self.dtype.itemsize, name, other)
+        if nbytes == 0 and at < 0:
             return DONE
         rows *= self.dtype.itemsize
         device, after = side.devices.reach(buffer, name, stream)
         ticket = side.core.engine.transfer(gets, self._number, other, buffer.ptr, rows, at, device, after)
-        what = f"{'get from' if gets else 'put to'} rank {other} of {int(rows[:, 2].sum())} bytes in {len(rows)} pieces"
+        what = f"{'get from' if gets else 'put to'} rank {other} of {nbytes} bytes in {len(rows)} pieces"
         return side.begun(ticket, (buffer, self), what, async_op, seconds)
 
 
