@@ -112,6 +112,8 @@ class Windows {
   void AddPoll(Links& links, std::vector<pollfd>& fds) const;
   // That rank has closed its engine: it reads nothing any more.
   void Left(int peer) { peers_[static_cast<std::size_t>(peer)].in[kRequests].reading = -1; }
+  // Whether a device copies for this rank, its own or that of a rank that reads it: then it is soon over.
+  bool Copying() const;
   // The engine has failed: ends all that waits.
   void Drop();
   std::string Describe() const;

@@ -41,6 +41,13 @@ bool Windows::Device::Busy() const {
          std::any_of(outlets.begin(), outlets.end(), [](const Outlet& outlet) { return outlet.Busy(); });
 }
 
+bool Windows::Copying() const {
+  const auto is_read = [](const auto& transfer) { return transfer->window >= 0; };
+  return Silent() || std::any_of(peers_.begin(), peers_.end(), [&](const Peer& peer) {
+           return std::any_of(peer.awaiting.begin(), peer.awaiting.end(), is_read);
+         });
+}
+
 void Windows::UseCopier(std::shared_ptr<Copier> copier, std::span<std::byte> pinned) {
   device_ = std::make_unique<Device>(std::move(copier), pinned, 2 * peers_.size());
 }
