@@ -348,7 +348,12 @@ class Engine(_Verbs):
     def use_copier(self, copier: Copier, pinned: int, nbytes: int) -> None:
         """Before memory of a GPU: what copies it, through this pinned memory."""
 
-    def see_window(self, window: int, peer: int, address: int, nbytes: int, seen: bool) -> None: ...
+    def see_window(self, window: int, peer: int, address: int, nbytes: int) -> None:
+        """Where this rank's GPU sees that window of the peer; of 0 bytes: not any more."""
+
+    def window_is_seen(self, window: int, peer: int) -> None:
+        """The peer's GPU sees this window of this rank."""
+
     def add_window(self, window: int, address: int, nbytes: int, signals: int, device: bool = False) -> None: ...
     def close_window(self, window: int) -> None:
         """When it returns, nothing touches the window's memory any more; a GPU's, once it is settled."""
@@ -367,9 +372,11 @@ class Engine(_Verbs):
         signal: int,
         device: bool = False,
         after: Gate | None = None,
+        own: int | None = None,
     ) -> Ticket:
         """`pieces` is rows of three 64-bit integers, in bytes: offset here, offset in the window, length. `device`:
-        what is at `address` is a GPU's, and not touched before `after`."""
+        what is at `address` is a GPU's, and not touched before `after`; `own`: and a part of this window of this rank,
+        where that has another number than the peer's."""
 
     def expect(self, window: int, signal: int, value: int) -> Ticket: ...
     def signal(self, window: int, signal: int) -> int: ...
@@ -504,6 +511,11 @@ def know_dtype(dtype: Any, number: int) -> None: ...
 def know_arrays(probe: Any) -> bool: ...
 def know_tensor_type(type: type) -> bool: ...
 def read_gpu_tensor(object: Any) -> tuple[int, int, int, int, int, int] | None: ...
+def piece_rows(
+    here: Any, there: Any, length: Any, here_count: int, there_count: int, itemsize: int
+) -> tuple[Any, int] | None:
+    """What `runtime.offsets.pieces` says, of ints and NumPy's arrays of int64; None where that is an error, too."""
+
 def verbs_library() -> str:
     """Nothing, or why libibverbs cannot be used."""
 
@@ -511,11 +523,6 @@ def shm_bytes(local_size: int, ring_bytes: int, most_heap: int) -> int: ...
 def cut_offset(count: int, units: int, unit: int) -> int: ...
 def bind_plan(encoded: bytes, size: int, dtype: int, send_count: int, recv_count: int) -> tuple[int, int]:
     """Binds a plan as an engine would, for nobody: the number of its steps, and its bytes of scratch memory."""
-def piece_rows(
-    here: Any, there: Any, length: Any, here_count: int, there_count: int, itemsize: int
-) -> tuple[Any, int] | None:
-    """What `runtime.offsets.pieces` says, of ints and NumPy's arrays of int64; None where that is an error, too."""
-
 
 def claims_slots(stores: int) -> bool:
     """Whether slots in shared memory are claimed, with this HETCOLL_SHM_STORES."""
