@@ -156,7 +156,7 @@ inline void BindDevices(nb::module_& m) {
            nb::kw_only(), "vendor"_a, "functions"_a, "streams"_a, "staging"_a, "slot_bytes"_a)
       .def("set_island", &PyDeviceQueue::SetIsland, "functions"_a, "handle"_a, "place"_a, "members"_a)
       .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a, "count"_a,
-           "proxy"_a.none() = nb::none())
+           "proxy"_a.none() = nb::none(), "near"_a = false)
       .def("set_capture", &PyDeviceQueue::SetCapture, nb::kw_only(), "kernels"_a, "streams"_a, "staging"_a, "words"_a,
            "seen"_a)
       .def("drop_capture", &PyDeviceQueue::DropCapture)
