@@ -224,7 +224,8 @@ struct Gpus {
       const Slots slots = SlotsOf(rank, src, dst, channel);
       const bool out = rank == src;
       auto edge = Apart(src, dst) ? proxies[r]->AddEdge(out ? dst : src, channel, out, slots) : nullptr;
-      found->second = queues[r]->AddEdge({slots, std::move(edge)});
+      const bool near = !Apart(src, dst) && (src + dst + channel) % 2 == 1;
+      found->second = queues[r]->AddEdge({slots, std::move(edge), near});
     }
     return found->second;
   }
