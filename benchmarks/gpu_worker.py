@@ -33,7 +33,7 @@ from hetcoll.gpu import message_kernel
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.executor import GpuExecutor
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendors.devices import cuda
+from hetcoll.vendors.devices.base import CUDA_NEWER
 
 FLOAT, SUM = int(DType.FLOAT32), int(ReduceOp.SUM)
 EMPTY_CALLS = Schedule(samples=20, batch=10)
@@ -190,12 +190,13 @@ class Products:
         first, last, *done = (device.elapsed(start, event) * 1e6 for event in (begin, end, *ends))
         for event in (start, begin, end, *ends):
             device.destroy_event(event)
-        product, meanwhile = (last - first) / PRODUCTS, [at for at in done if first <= at <= last]
+        product = (last - first) / PRODUCTS
         if not calls:
             return product, float("nan")
-        if done[-1] < last or len(meanwhile) < 2:
+        if done[-1] < last:
             raise RuntimeError(f"wanted calls for as long as products: these {last:.0f} us, those {done[-1]:.0f}")
-        return product, (meanwhile[-1] - meanwhile[0]) / (len(meanwhile) - 1)
+        before, after = np.interp([first, last], [0.0, *done], range(calls + 1))  # of the calls, when products are
+        return product, (last - first) / float(after - before)
 
 
 class Rank:
@@ -203,7 +204,7 @@ class Rank:
         if library == "by copies":
             message_kernel._MOST = 0
         if library == "plain copies":
-            cuda._NEWER.clear()
+            CUDA_NEWER.clear()
         self.stream = Stream.of(os.environ["HETCOLL_DEVICE"])
         self.comm, self._name = hetcoll.init(), library
         self._parser = argparse.ArgumentParser()
@@ -250,7 +251,7 @@ class Rank:
         call = float(np.median(stream.samples(case.call, CALLS_ALONE)))
         products = Products(stream)
         alone = min(products.run(case.call, 0)[0] for _ in range(2))
-        longer = 1.5 * PRODUCTS * alone / call  # under way than the products are
+        longer = 2 * PRODUCTS * alone / call  # under way than the products are
         calls = AHEAD + round(agree_on_estimate(Talk(self.comm, stream), longer))
         times: dict[int, list[tuple[float, float]]] = {0: [], calls: []}
         for turn in (0, calls) * 3:  # by turns, since the GPU's clock follows its power

@@ -178,12 +178,12 @@ struct CaptureRecipe {
 
   BoundPlan plan;
   std::vector<std::uint16_t> edges;
-  std::set<std::uint16_t> near;
   std::vector<std::uint32_t> levels;
   std::uint32_t lag;
   std::vector<std::size_t> sends;  // see DeviceProgram::Part
   std::vector<std::size_t> recvs;
   bool messages = false;  // see DeviceProgram::LeadWithMessages
+  std::set<std::uint16_t> near = {};
 };
 
 // How the vendor's library sees a reduction: islands/native.py.

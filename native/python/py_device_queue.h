@@ -127,8 +127,8 @@ class PyDeviceQueue {
     const bool apart = !sends.empty() || !recvs.empty();
     if (apart) program.Part(sends, recvs);
     if (!kernels.empty()) program.LeadWithMessages();
-    auto recipe = std::make_shared<CaptureRecipe>(CaptureRecipe{std::move(bound), edges, program.near, levels, lag,
-                                                                std::move(sends), std::move(recvs), !kernels.empty()});
+    auto recipe = std::make_shared<CaptureRecipe>(CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends),
+                                                                std::move(recvs), !kernels.empty(), program.near});
     auto shape =
         std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale), ItemSize(type),
                                                   divisor, LocalOf(local), p2p, CodecOf(codec), std::move(recipe)});

@@ -29,9 +29,9 @@ from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.watchdog import GpuWatch
 
 Launch = Callable[..., Ranks]
-APART, TOGETHER = "0|1|2", ""
+APART, TOGETHER, NEAR = "0|1|2", "", "direct"  # an island each; one for all; one whose GPUs copy to each other
 LARGE = 3_000_001  # elements: copies through slots
-WAYS = parametrize(("islands", "count"), [(APART, LARGE), (APART, 100), (TOGETHER, LARGE)], first=1)
+WAYS = parametrize(("islands", "count"), [(APART, LARGE), (APART, 100), (TOGETHER, LARGE), (NEAR, LARGE)], first=1)
 
 
 @pytest.fixture(params=PLACES)
@@ -39,7 +39,7 @@ def gpus(request: pytest.FixtureRequest) -> Iterator[Launch]:
     made: list[Ranks] = []
 
     def start(islands: str, **env: str) -> Ranks:
-        asked = {"HETCOLL_ISLANDS": islands} if islands else {}
+        asked = {APART: {"HETCOLL_ISLANDS": APART}, TOGETHER: {}, NEAR: {"HETCOLL_ALGO": NEAR}}[islands]
         made.append(ranks_on(request.param, ["cuda"] * 3, {**asked, **env}, timeout=60))
         return made[-1]
 
