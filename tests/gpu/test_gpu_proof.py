@@ -159,8 +159,8 @@ def break_slots(rank: int, how: str) -> None:
         return
     edge = SlotSegment.edge
 
-    def broken(self: SlotSegment, src: int, dst: int, channel: int) -> Edge:
-        found = edge(self, src, dst, channel)
+    def broken(self: SlotSegment, src: int, dst: int, channel: int, *, slots: int = 0) -> Edge:
+        found = edge(self, src, dst, channel, slots=slots)
         if (how == "bytes" and (src, dst) == (0, rank)) or (how == "sent" and (src, dst) == (rank, 0)):
             return replace(found, slots=found.slots + 64)
         if how == "signal" and (src, dst) == (rank, 0):
@@ -190,9 +190,10 @@ def reduce_and_explain(comm: hetcoll.Communicator, hows: tuple[str, ...]) -> tup
     ],
     first=1,
 )
-@parametrize("kinds", ["naa", "na"], first=1)
-def test_a_way_that_fails_is_given_up(kinds: str, how: str, why: str) -> None:
-    with start(kinds) as ranks:
+@parametrize(("kinds", "algo"), [("naa", "auto"), ("nn", "direct"), ("na", "auto"), ("aa", "direct")], first=2)
+def test_a_way_that_fails_is_given_up(kinds: str, algo: str, how: str, why: str) -> None:
+    """Through the host's memory, and through that of GPUs of one island."""
+    with start(kinds, HETCOLL_ALGO=algo) as ranks:
         found = ranks.run(reduce_and_explain, ("nothing", how, "nothing")[: len(kinds)], timeout=120)
     for rank, peer in ((0, 1), (1, 0)):
         path = next(path for path in found[rank] if f"to that of rank {peer} " in path)
