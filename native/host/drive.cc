@@ -327,17 +327,18 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   ++asleep_;
   lock.unlock();
   const timespec timeout{wait / 1'000'000'000, wait % 1'000'000'000};
-  const bool woken = ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
+  static_cast<void>(ppoll(fds.data(), fds.size(), &timeout, nullptr));
   lock.lock();
-  // What wakes one is for all who sleep, and is gone once this one has looked: so the bell is rung for the others.
+  // The bell is for all who sleep, but silent once one has looked, and who sleeps then sleeps on: so it is rung for
+  // them. While it is, it is nothing new for those who went to sleep since.
+  const bool rung = doorbell_.Drain();
   if (night != night_) {
     --roused_;
-  } else if (--asleep_; woken) {
-    roused_ += std::exchange(asleep_, 0);
+  } else if (--asleep_; rung && roused_ == 0) {
+    roused_ = std::exchange(asleep_, 0);
     ++night_;
   }
   if (own_bell_ != nullptr && asleep_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
-  doorbell_.Drain();
   if (roused_ > 0) doorbell_.Ring(options_.local_rank);
 }
 

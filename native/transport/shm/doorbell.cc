@@ -49,10 +49,11 @@ void Doorbell::Ring(int index) const {
   static_cast<void>(sendto(fd_, &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL, reinterpret_cast<sockaddr*>(&address), length));
 }
 
-void Doorbell::Drain() const {
+bool Doorbell::Drain() const {
   char bytes[64];
-  while (recv(fd_, bytes, sizeof bytes, MSG_DONTWAIT) > 0) {
-  }
+  bool rung = false;
+  while (recv(fd_, bytes, sizeof bytes, MSG_DONTWAIT) > 0) rung = true;
+  return rung;
 }
 
 }  // namespace hetcoll

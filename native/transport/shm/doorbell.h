@@ -17,7 +17,7 @@ class Doorbell {
 
   int fd() const { return fd_; }
   void Ring(int index) const;  // never waits; a full queue means that the sleeper is being woken already
-  void Drain() const;
+  bool Drain() const;          // whether it was rung
   void Close();
 
  private:
