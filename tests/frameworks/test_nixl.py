@@ -154,6 +154,31 @@ def test_one_agent_after_another(pool: Pool) -> None:
     pool(2).run(one_agent_after_another)
 
 
+def same_memory_again(comm: hetcoll.Communicator) -> None:
+    """Rank 1 registers one array again and again; what rank 0 has heard of it before is no more."""
+    with nixl_agent(NAMES[comm.rank], nixl_agent_config(comm=comm)) as agent:
+        other, mine = NAMES[1 - comm.rank], np.zeros(PIECE, np.uint8)
+        agent.register_memory(mine)
+        for turn in range(8):
+            descs = agent.register_memory([mine[:8]] if turn % 2 else [mine]) if comm.rank == 1 else None
+            told = comm.allgather_object((agent.get_agent_metadata(), descs and agent.get_serialized_descs(descs)))[1]
+            if comm.rank == 0:
+                agent.add_remote_agent(told[0])
+                there = agent.deserialize_descs(told[1])
+                here = agent.get_xfer_descs([mine[:8]] if turn % 2 else [mine])
+                handle = agent.initialize_xfer("WRITE", here, there, other)
+                agent.transfer(handle, b"there")
+                assert over(agent, handle) == "DONE", handle.error
+            else:
+                assert heard(agent, 1) == [b"there"]
+                agent.deregister_memory(descs)
+            comm.barrier()
+
+
+def test_the_same_memory_again(pool: Pool) -> None:
+    pool(2).run(same_memory_again)
+
+
 def later(comm: hetcoll.Communicator) -> None:
     """Memory that comes and goes, one agent for itself; messages that are longer and more than the ring; mistakes."""
     config = nixl_agent_config(comm=comm)

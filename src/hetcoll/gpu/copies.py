@@ -35,7 +35,7 @@ _PAGE = 4096
 _STAGED = 4 << 20  # bytes each way: they stay in the last-level cache
 _LEAST_STAGED = 128 << 10  # of a FIFO, of which there are two for each rank
 _PAUSE = 100e-6  # seconds between looks at streams
-_ROWS, _ROW = 16384, 24  # of the table of pieces that a kernel reads; bytes of one, `Move` of native/base/copier.h
+_ROWS, _ROW = 65536, 24  # of the table of pieces that a kernel reads; bytes of one, `Move` of native/base/copier.h
 _SAMPLE = 4096  # bytes that who opens memory reads first
 
 

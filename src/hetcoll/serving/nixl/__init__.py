@@ -156,7 +156,8 @@ class nixl_agent:  # noqa: N801  # as there
                 f"metadata: wanted that of an agent of this job, {self._names}, got {name!r} of another"
             )
         peer = self._names.index(name)
-        self._remote[peer] = sorted({*self._remote.get(peer, ()), *regions}, key=lambda each: each.address)
+        # Memory that was registered anew has a new number, which goes before those that its place had earlier.
+        self._remote[peer] = sorted({*self._remote.get(peer, ()), *regions}, key=lambda each: each.number)
         return str(name).encode()
 
     def remove_remote_agent(self, agent: str | bytes) -> None:

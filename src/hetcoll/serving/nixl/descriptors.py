@@ -113,7 +113,7 @@ class Region(NamedTuple):
 
 
 def place(descs: Descriptors, regions: Iterable[Region]) -> tuple[Rows, Rows]:
-    """The number of the region in which each lies, or -1, and where in it."""
+    """The number of the last region in which each lies, or -1, and where in it."""
     numbers, offsets = np.full(len(descs), -1, np.int64), np.zeros(len(descs), np.int64)
     address, nbytes = descs.rows[:, 0], descs.rows[:, 1]
     for region in regions:
