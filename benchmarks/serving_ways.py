@@ -1,7 +1,8 @@
 """The ways of pieces from one rank to another that serving.py measures: each class is one of two ranks of a library.
 
 A cache has `Shape.total` pieces; put k of those that are under way together has the k-th part of them. `move` is what
-is timed: it returns on rank `clock` when all pieces are there.
+is timed: so often, each part. It returns on rank `clock` when all pieces are there. Where the library lets it, the next
+put begins when the oldest of those under way is over.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ class Way:
     def meet(self) -> None:
         self._meeting.exchange()
 
-    def move(self) -> None:
+    def move(self, repeats: int) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -82,13 +84,17 @@ class Hetcoll(Way):
     def meet(self) -> None:
         self._comm.barrier()
 
-    def move(self) -> None:
-        self._came += self.shape.depth
+    def move(self, repeats: int) -> None:
+        self._came += repeats * self.shape.depth
         if self.rank == 1:
             self._window.wait_signal(0, self._came)
             return
         put, cache, piece = self._window.put, self.cache.array, self.shape.piece
-        works = [put(cache, 1, to, src_offset=at, count=piece, signal=0, async_op=True) for to, at in self._puts]
+        works: deque[Any] = deque()
+        for to, at in repeats * self._puts:
+            if len(works) == self.shape.depth:
+                works.popleft().wait()
+            works.append(put(cache, 1, to, src_offset=at, count=piece, signal=0, async_op=True))
         for work in works:
             work.wait()
 
@@ -144,7 +150,11 @@ class Torch(Way):
         if self._device.type == "cuda":
             self._torch.cuda.synchronize(self._device)
 
-    def move(self) -> None:
+    def move(self, repeats: int) -> None:
+        for _ in range(repeats):
+            self._move()
+
+    def _move(self) -> None:
         dist, rows = self._dist, self._rows
         if self.rank == 0 and rows is not self._there:
             rows.copy_(self._there)
@@ -216,17 +226,26 @@ class Nixl(Way):
         rows = [address + np.arange(total) * piece, np.full(total, piece), np.full(total, index)]
         return np.stack(rows, 1).astype(np.uint64)
 
-    def move(self) -> None:
+    def move(self, repeats: int) -> None:
         agent = self._agent
         if self.rank == 1:
-            self._due += self.shape.depth  # the sender may be ahead
+            self._due += repeats * self.shape.depth
             while self._due > 0:
                 self._due -= sum(map(len, agent.get_new_notifs().values()))
             return
-        states = [agent.transfer(put) for put in self._puts]
-        while "PROC" in states:
-            states = [agent.check_xfer_state(put) for put in self._puts]
-        assert set(states) == {"DONE"}, states
+        flying: deque[Any] = deque()
+        for put in repeats * self._puts:
+            if len(flying) == self.shape.depth:
+                self._await(flying.popleft())
+            assert agent.transfer(put) != "ERR"
+            flying.append(put)
+        for put in flying:
+            self._await(put)
+
+    def _await(self, put: Any) -> None:
+        while (state := self._agent.check_xfer_state(put)) == "PROC":
+            pass
+        assert state == "DONE", state
 
     def close(self) -> None:
         self.meet()
@@ -241,9 +260,9 @@ class PinnedCopy(Way):
         self._device = gpu(self.rank)
         self._stream = self._device.stream()
 
-    def move(self) -> None:
+    def move(self, repeats: int) -> None:
         cache, device = self.cache, self._device
-        for part in self.parts() if self.rank == 0 else ():
+        for part in repeats * self.parts() if self.rank == 0 else ():
             at = part.start * self.shape.piece
             device.copy(cache._pinned + at, cache.array.ptr + at, self.shape.pieces * self.shape.piece, self._stream)
         device.synchronize(self._stream)
@@ -270,13 +289,15 @@ class GpuCopy(Way):
             if self.rank == 1:
                 self._theirs, self._stream = device.open_ipc(handle), device.stream()
 
-    def move(self) -> None:
+    def move(self, repeats: int) -> None:
         nbytes = self.shape.pieces * self.shape.piece
         if self.rank == 0:
             return
-        for part in self.parts():
+        for part in repeats * self.parts():
             at = part.start * self.shape.piece
             self._device.copy(self.cache.array.ptr + at, self._theirs + at, nbytes, self._stream)
+            if self.shape.depth == 1:
+                self._device.synchronize(self._stream)
         self._device.synchronize(self._stream)
 
     def came(self) -> Any:
@@ -307,16 +328,17 @@ class Socket(Way):
                     raise
                 time.sleep(0.05)
 
-    def move(self) -> None:
+    def move(self, repeats: int) -> None:
         memory = memoryview(self.cache.array)
-        if self.rank == 0:
-            self._link.sendall(memory)
-            assert self._link.recv(1) == b"x"
-            return
-        at = 0
-        while at < len(memory):
-            at += self._link.recv_into(memory[at:])
-        self._link.sendall(b"x")
+        for _ in range(repeats):
+            if self.rank == 0:
+                self._link.sendall(memory)
+                assert self._link.recv(1) == b"x"
+                continue
+            at = 0
+            while at < len(memory):
+                at += self._link.recv_into(memory[at:])
+            self._link.sendall(b"x")
 
     def came(self) -> Any:
         return None
