@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -18,6 +19,7 @@ from ..errors import (
     CollectiveTimeoutError,
     CommunicationError,
     DeviceError,
+    RegistrationError,
 )
 from ..health.diagnosis import Kind
 from ..types import DType
@@ -30,6 +32,10 @@ from .regroup import Make, name_of, while_whole
 
 if TYPE_CHECKING:
     import hetcoll._native as _native
+
+    from ..links.verbs.memory import Lease, Memory
+
+log = logging.getLogger("hetcoll")
 
 _DONE, _FAILED = 1, 2  # states of tickets
 _CLOSED = 1  # native/host/windows.h, Refusal
@@ -243,10 +249,12 @@ class Window:
 
 class OneSided:
     """What carries the messages of all windows of one communicator: another one, `core`, of the same ranks, whose
-    engine has a thread that serves other ranks. Also whom a `Transfer` asks."""
+    engine has a thread that serves other ranks. Also whom a `Transfer` asks. `memory`: what is registered for RDMA."""
 
-    def __init__(self, core: Core, close: Callable[[], None]) -> None:
+    def __init__(self, core: Core, close: Callable[[], None], memory: Memory | None) -> None:
         self.core, self._close = core, close
+        self._leases: dict[int, Lease] = {}  # of windows
+        self._late: list[Lease] = []  # of closed ones, out of which this rank still puts
         self._windows: dict[int, Buffer | None] = {}  # keeps their memory
         self._opened = 0
         self._pending: list[tuple[_native.Ticket, Any]] = []  # and that of what is in flight
@@ -256,6 +264,10 @@ class OneSided:
         seconds = core.config.timeout
         core.host.prepare(lambda check: core.wiring.ensure(edges, seconds, check), seconds)
         core.engine.serve_windows()
+        same = memory is not None and core.wiring.memory is not None and memory.ports == core.wiring.memory.ports
+        self._registered = memory if same else None
+        if self._registered is not None:
+            self._registered.follow(core.engine)
         self.devices = DeviceMemory(core)
 
     def add_window(self, buffer: Buffer | None, signals: int) -> int:
@@ -265,6 +277,25 @@ class OneSided:
         self.core.engine.add_window(number, ptr, nbytes, signals, buffer is not None and buffer.device != "cpu")
         self._windows[number] = buffer
         return number
+
+    def register_window(self, number: int) -> bool:
+        """Whether its memory is registered now, for others to write it over RDMA."""
+        buffer, memory = self._windows[number], self._registered
+        if memory is None or buffer is None or buffer.device != "cpu" or buffer.nbytes < memory.least:
+            return False
+        try:
+            self._leases[number] = memory.lease(buffer.ptr, buffer.nbytes, buffer.owner)
+        except RegistrationError as error:
+            log.warning("a window that others cannot write over RDMA by themselves: %s", error)
+            return False
+        return True
+
+    def place_window(self, number: int, peers: Iterable[int]) -> None:
+        """Those have registered theirs."""
+        topology, rank = self.core.wiring.topology, self.core.rank
+        for peer in peers:
+            if peer != rank and topology.transport(rank, peer) == "verbs":
+                self.core.engine.place_window(number, peer)
 
     def see_window(
         self, number: int, seen: dict[int, int], sees: list[bool], exposed: Sequence[_Exposed], dtype: DType
@@ -279,7 +310,17 @@ class OneSided:
         if not self.core.engine.forked:
             self.core.engine.close_window(number)
             self.devices.settle(number)
+            self._late += [self._leases.pop(number)] if number in self._leases else []
+            self._give_back()
             self._windows.pop(number, None)
+
+    def _give_back(self) -> None:
+        late, self._late = self._late, []
+        for lease in late:
+            try:
+                lease.close()
+            except ArgumentError:  # it is in use
+                self._late.append(lease)
 
     def begun(self, ticket: _native.Ticket, keep: Any, what: str, async_op: bool, seconds: float | None) -> Work:
         """The Work of what was started; over, unless it is asynchronous."""
@@ -324,8 +365,9 @@ class OneSided:
         return CommunicationError(f"{what}: refused, since its rank has no such piece or signal")
 
     def counters(self) -> dict[str, int]:
-        """Of all windows of this rank: what others did to them."""
-        return {f"window_{name}": n for name, n in zip(_COUNTERS, self.core.engine.window_counts(), strict=True)}
+        """Of all windows of this rank: what others did to them, and what their links did."""
+        counts = zip(_COUNTERS, self.core.engine.window_counts(), strict=True)
+        return self.core.engine.counters() | {f"window_{name}": n for name, n in counts}
 
     def memory(self) -> dict[str, int]:
         """Of what carries the messages."""
@@ -343,6 +385,11 @@ class OneSided:
     def close(self) -> None:
         """See `core.Rider`."""
         self.devices.close()
+        if self._registered is not None:
+            self._registered.unfollow(self.core.engine)
+        self._late += self._leases.values()
+        self._leases.clear()
+        self._give_back()
         self._windows.clear()
         self._pending.clear()
 
@@ -375,7 +422,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         name = name_of(parent.group, "windows")
         with while_whole(parent, name):
             carrier = make(name, list(range(parent.size)), parent.config.init_timeout)
-            side = OneSided(carrier._core, carrier.close)
+            side = OneSided(carrier._core, carrier.close, parent.wiring.memory)
             end = partial(side.core.diagnosis.fail_as, weakref.ref(parent.diagnosis))
             parent.diagnosis.on_failure.append(end)
             if parent.engine.failed:
@@ -392,9 +439,13 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
             problem, buffer = f"{type(error).__name__}: {error}"[:_MOST_TEXT], None
     number = side.add_window(buffer, own)
     shared = side.devices.share(buffer)
-    mine = [-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count, own, problem, shared]
+    ready = side.register_window(number)
+    mine = [
+        *(-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count),
+        *(own, problem, shared, ready),
+    ]
     told = [json.loads(blob) for blob in parent.meet("window()", json.dumps(mine).encode(), seconds)]
-    for rank, (_, _, _, text, _) in enumerate(told):
+    for rank, (_, _, _, text, *_) in enumerate(told):
         if text:
             side.close_window(number)
             kind = DeviceError if text.startswith(DeviceError.__name__) else BufferTypeError
@@ -405,9 +456,10 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         what = ", ".join(f"rank {rank} {kind.label}" for rank, kind in kinds.items())
         raise BufferTypeError(f"buf: wanted one dtype on all ranks, got {what}")
     dtype = next(iter(kinds.values()), DType.UINT8)
-    exposed = [_Exposed(count, there) for _, count, there, _, _ in told]
+    exposed = [_Exposed(count, there) for _, count, there, *_ in told]
+    side.place_window(number, [rank for rank, (*_, there) in enumerate(told) if there])
     mapped: dict[int, int] = {}
-    found = [None if each is None else Shared(*each) for *_, each in told]
+    found = [None if each is None else Shared(*each) for *_, each, _ in told]
     if sum(each is not None for each in found) > 1:
         seen = side.devices.open(number, found)
         # Before the others hear of it: they may put at once.
