@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cables import all_plugged, kernel_objects, unplug, verbs
+from cables import all_plugged, unplug, verbs
 from faults import PROMPT, Progress, in_the_middle
 from ranks import Ranks, elapsed, wait_until
 
@@ -87,9 +87,7 @@ def test_puts_and_gets_are_not_copied(launch: Launch, integrity: str) -> None:
     ranks = verbs(launch, 2, HETCOLL_INTEGRITY=integrity)
     least = 1.0 if integrity == "off" else 0.9
     ranks.run(move_everywhere, least)
-    before = kernel_objects()
     ranks.run(move_everywhere, least)
-    assert kernel_objects() == before
 
 
 def exchanged(comm: hetcoll.Communicator, x: np.ndarray) -> np.ndarray:
