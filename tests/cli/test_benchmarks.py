@@ -469,11 +469,15 @@ def test_what_must_cross_between_islands(islands: list[list[int]], rank: int, op
 
 
 @pytest.mark.thorough
-def test_nothing_grows_under_load() -> None:
+@pytest.mark.parametrize(("gpus", "calls"), [(0, 50_000), (2, 4_000)])
+def test_nothing_grows_under_load(gpus: int, calls: int) -> None:
     """In small. It says so itself, by its status, where anything does; all calls are checked."""
-    words = [sys.executable, "-m", "hetcoll", "run", "-n", "4", str(BENCHMARKS / "load.py"), "--calls", "50000"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE)
+    words = [sys.executable, "-m", "hetcoll", "run", "-n", "4", str(BENCHMARKS / "load.py"), "--calls", str(calls)]
+    words += ["-g", str(gpus)]
+    env = os.environ | (fakes.environment("hip", devices=2, timeout=60) if gpus else {})
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if re.match(r"\[0\] +[0-9,]+ +[0-9.]+ ", line)]
     assert len(rows) == 11
-    assert int(rows[-1].split()[1].replace(",", "")) > 50_000
+    assert int(rows[-1].split()[1].replace(",", "")) > calls
+    assert (float(rows[-1].split()[5]) > 0) == (gpus > 0)  # what is held of a GPU
