@@ -163,8 +163,7 @@ class Engine {
 
   // See Windows.
   void RevokeWindow(std::uint32_t id) {
-    std::lock_guard lock(mutex_);
-    windows_->Revoke(links_, id);
+    AskWindows([&](Windows& windows) { windows.Revoke(links_, id); });
   }
 
   // For a call whose bytes others move: gives it the number that it has on every rank, and returns the signature of its

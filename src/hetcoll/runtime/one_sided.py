@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -19,7 +18,6 @@ from ..errors import (
     CollectiveTimeoutError,
     CommunicationError,
     DeviceError,
-    RegistrationError,
 )
 from ..health.diagnosis import Kind
 from ..types import DType
@@ -29,13 +27,12 @@ from .device_memory import DeviceMemory
 from .executor import Shared
 from .offsets import MOST_PIECES, Offsets, pieces
 from .regroup import Make, name_of, while_whole
+from .window_memory import WindowMemory
 
 if TYPE_CHECKING:
     import hetcoll._native as _native
 
-    from ..links.verbs.memory import Lease, Memory
-
-log = logging.getLogger("hetcoll")
+    from ..links.verbs.memory import Memory
 
 _DONE, _FAILED = 1, 2  # states of tickets
 _CLOSED = 1  # native/host/windows.h, Refusal
@@ -253,8 +250,6 @@ class OneSided:
 
     def __init__(self, core: Core, close: Callable[[], None], memory: Memory | None) -> None:
         self.core, self._close = core, close
-        self._leases: dict[int, Lease] = {}  # of windows
-        self._late: list[Lease] = []  # of closed ones, out of which this rank still puts
         self._windows: dict[int, Buffer | None] = {}  # keeps their memory
         self._opened = 0
         self._pending: list[tuple[_native.Ticket, Any]] = []  # and that of what is in flight
@@ -264,11 +259,7 @@ class OneSided:
         seconds = core.config.timeout
         core.host.prepare(lambda check: core.wiring.ensure(edges, seconds, check), seconds)
         core.engine.serve_windows()
-        same = memory is not None and core.wiring.memory is not None and memory.ports == core.wiring.memory.ports
-        self._registered = memory if same else None
-        if self._registered is not None:
-            self._registered.follow(core.engine)
-        self.devices = DeviceMemory(core)
+        self.devices, self.registered = DeviceMemory(core), WindowMemory(core, memory)
 
     def add_window(self, buffer: Buffer | None, signals: int) -> int:
         """Its number, which is the same on all ranks."""
@@ -277,25 +268,6 @@ class OneSided:
         self.core.engine.add_window(number, ptr, nbytes, signals, buffer is not None and buffer.device != "cpu")
         self._windows[number] = buffer
         return number
-
-    def register_window(self, number: int) -> bool:
-        """Whether its memory is registered now, for others to write it over RDMA."""
-        buffer, memory = self._windows[number], self._registered
-        if memory is None or buffer is None or buffer.device != "cpu" or buffer.nbytes < memory.least:
-            return False
-        try:
-            self._leases[number] = memory.lease(buffer.ptr, buffer.nbytes, buffer.owner)
-        except RegistrationError as error:
-            log.warning("a window that others cannot write over RDMA by themselves: %s", error)
-            return False
-        return True
-
-    def place_window(self, number: int, peers: Iterable[int]) -> None:
-        """Those have registered theirs."""
-        topology, rank = self.core.wiring.topology, self.core.rank
-        for peer in peers:
-            if peer != rank and topology.transport(rank, peer) == "verbs":
-                self.core.engine.place_window(number, peer)
 
     def see_window(
         self, number: int, seen: dict[int, int], sees: list[bool], exposed: Sequence[_Exposed], dtype: DType
@@ -310,17 +282,8 @@ class OneSided:
         if not self.core.engine.forked:
             self.core.engine.close_window(number)
             self.devices.settle(number)
-            self._late += [self._leases.pop(number)] if number in self._leases else []
-            self._give_back()
+            self.registered.give_back(number)
             self._windows.pop(number, None)
-
-    def _give_back(self) -> None:
-        late, self._late = self._late, []
-        for lease in late:
-            try:
-                lease.close()
-            except ArgumentError:  # it is in use
-                self._late.append(lease)
 
     def begun(self, ticket: _native.Ticket, keep: Any, what: str, async_op: bool, seconds: float | None) -> Work:
         """The Work of what was started; over, unless it is asynchronous."""
@@ -385,11 +348,7 @@ class OneSided:
     def close(self) -> None:
         """See `core.Rider`."""
         self.devices.close()
-        if self._registered is not None:
-            self._registered.unfollow(self.core.engine)
-        self._late += self._leases.values()
-        self._leases.clear()
-        self._give_back()
+        self.registered.close()
         self._windows.clear()
         self._pending.clear()
 
@@ -439,7 +398,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
             problem, buffer = f"{type(error).__name__}: {error}"[:_MOST_TEXT], None
     number = side.add_window(buffer, own)
     shared = side.devices.share(buffer)
-    ready = side.register_window(number)
+    ready = side.registered.register(number, buffer)
     mine = [
         *(-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count),
         *(own, problem, shared, ready),
@@ -457,7 +416,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         raise BufferTypeError(f"buf: wanted one dtype on all ranks, got {what}")
     dtype = next(iter(kinds.values()), DType.UINT8)
     exposed = [_Exposed(count, there) for _, count, there, *_ in told]
-    side.place_window(number, [rank for rank, (*_, there) in enumerate(told) if there])
+    side.registered.place(number, [rank for rank, (*_, there) in enumerate(told) if there])
     mapped: dict[int, int] = {}
     found = [None if each is None else Shared(*each) for *_, each, _ in told]
     if sum(each is not None for each in found) > 1:
