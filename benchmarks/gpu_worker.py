@@ -2,8 +2,9 @@
 
 It measures as `hetcoll perf` does (`hetcoll.cli.bench`): hetcoll itself, or in its place NCCL by its C interface on the
 communicator of hetcoll's island, PyTorch's NCCL, PyTorch's Gloo on pinned copies in host memory, or nothing but copies
-(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines. HETCOLL_DEVICE says where
-a rank's buffers are: ``cpu``, ``cuda:0``, or ``hip:0`` for a GPU that poses as AMD's.
+(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines, "plain copies" hetcoll that asks
+CUDA for none of them. HETCOLL_DEVICE says where a rank's buffers are: ``cpu``, ``cuda:0``, or ``hip:0`` for a GPU that
+poses as AMD's.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from gpu_limits import Copies, Nothing
 
 import hetcoll
 from hetcoll.cli.bench import Bench
-from hetcoll.cli.cases import Case, Library, in_turn
-from hetcoll.cli.on_device import Stream
+from hetcoll.cli.cases import REDUCING, Case, Library, in_turn
+from hetcoll.cli.on_device import Stream, Talk
 from hetcoll.cli.sweeps import add_arguments
-from hetcoll.cli.timing import Schedule, take_samples
+from hetcoll.cli.timing import Schedule, agree_on_estimate, take_samples
 from hetcoll.gpu import message_kernel
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.executor import GpuExecutor
 from hetcoll.types import DType, ReduceOp
+from hetcoll.vendors.devices import cuda
 
 FLOAT, SUM = int(DType.FLOAT32), int(ReduceOp.SUM)
 EMPTY_CALLS = Schedule(samples=20, batch=10)
+CALLS_ALONE = Schedule(samples=10, batch=1)
+PRODUCTS, AHEAD = 40, 2  # products in a row, and calls that are enqueued before them
 _P = ctypes.c_void_p
 _REDUCES = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P)
 _ROOTED = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, _P, _P)
@@ -151,10 +155,55 @@ class OnlyCopies:
         return self._copies.bind(case.op, memory.address, 4 * memory.count)
 
 
+class Products:
+    """Products of matrices on a stream of their own, beside calls on `stream`."""
+
+    def __init__(self, stream: Stream) -> None:
+        import torch
+
+        torch.cuda.set_device(stream.device.index)
+        self._torch, self._stream = torch, stream
+        self._a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        self._out, self._other = torch.empty_like(self._a), torch.cuda.Stream()
+
+    def run(self, call: Call, calls: int) -> tuple[float, float]:
+        """What a product takes beside so many calls, and a call meanwhile, in us by the GPU's clock; nan for no calls.
+
+        The host enqueues most calls while the GPU is at work, as in a training step.
+        """
+        device, mine = self._stream.device, self._stream.handle
+        self._torch.cuda.synchronize()
+        start, begin, end, *ends = (device.event(timing=True) for _ in range(3 + calls))
+        device.record(start, mine)
+        for mark in ends[:AHEAD]:
+            call()
+            device.record(mark, mine)
+        with self._torch.cuda.stream(self._other):
+            device.record(begin, self._other.cuda_stream)
+            for _ in range(PRODUCTS):
+                self._torch.matmul(self._a, self._a, out=self._out)
+            device.record(end, self._other.cuda_stream)
+        for mark in ends[AHEAD:]:
+            call()
+            device.record(mark, mine)
+        self._torch.cuda.synchronize()
+        first, last, *done = (device.elapsed(start, event) * 1e6 for event in (begin, end, *ends))
+        for event in (start, begin, end, *ends):
+            device.destroy_event(event)
+        product, meanwhile = (last - first) / PRODUCTS, [at for at in done if first <= at <= last]
+        if not calls:
+            return product, float("nan")
+        if done[-1] < last or len(meanwhile) < 2:
+            raise RuntimeError(f"wanted calls for as long as products: these {last:.0f} us, those {done[-1]:.0f}")
+        return product, (meanwhile[-1] - meanwhile[0]) / (len(meanwhile) - 1)
+
+
 class Rank:
     def __init__(self, library: str) -> None:
         if library == "by copies":
             message_kernel._MOST = 0
+        if library == "plain copies":
+            cuda._NEWER.clear()
         self.stream = Stream.of(os.environ["HETCOLL_DEVICE"])
         self.comm, self._name = hetcoll.init(), library
         self._parser = argparse.ArgumentParser()
@@ -165,7 +214,7 @@ class Rank:
         """What is measured in the place of hetcoll."""
         if self._name in ("gloo", "torch"):
             return Torch(self.comm, self.stream, "gloo" if self._name == "gloo" else "nccl")
-        if self._name in ("hetcoll", "by copies"):
+        if self._name in ("hetcoll", "by copies", "plain copies"):
             return None
         assert self.stream is not None
         return (Nccl if self._name == "nccl" else OnlyCopies)(self.comm, self.stream)
@@ -189,33 +238,38 @@ class Rank:
         found = {"us": stream.samples(call, EMPTY_CALLS), "sync": take_samples(alone, EMPTY_CALLS)}
         return {name: float(np.median(samples)) for name, samples in found.items()}
 
-    def product(self, nbytes: int) -> dict[str, float]:
-        """What all-reduces of `nbytes` beside a product of matrices take from it: its time alone and beside, in us."""
-        import torch
-
-        assert self.stream is not None
-        case = Case(
-            self.comm, "allreduce", nbytes // 4, DType.FLOAT32, ReduceOp.SUM, 0, True, self.stream, self.library
-        )
-        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        out, other = torch.empty_like(a), torch.cuda.Stream()
-        times: dict[int, list[float]] = {0: [], 12: []}
-        for calls in (0, 12) * 4:  # by turns, since the GPU's clock follows its power
-            self.stream.synchronize()
+    def product(self, op: str, nbytes: int) -> dict[str, float]:
+        """What calls of `nbytes` take from products of matrices beside them, in us: a product alone and beside, a call
+        alone and beside; and how much of the results was wrong."""
+        stream = self.stream
+        assert stream is not None
+        reduces, inplace = op in REDUCING, op == "allreduce"
+        redop = ReduceOp.SUM if reduces else None
+        case = Case(self.comm, op, nbytes // 4, DType.FLOAT32, redop, 0, inplace, stream, self.library)
+        wrong = self._verified(case, 1)
+        call = float(np.median(stream.samples(case.call, CALLS_ALONE)))
+        products = Products(stream)
+        alone = min(products.run(case.call, 0)[0] for _ in range(2))
+        longer = 1.5 * PRODUCTS * alone / call  # under way than the products are
+        calls = AHEAD + round(agree_on_estimate(Talk(self.comm, stream), longer))
+        times: dict[int, list[tuple[float, float]]] = {0: [], calls: []}
+        for turn in (0, calls) * 3:  # by turns, since the GPU's clock follows its power
+            stream.synchronize()
             self.comm.barrier()
-            torch.cuda.synchronize()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for _ in range(calls):  # longer under way than the products are
-                case.call()
-            with torch.cuda.stream(other):
-                begin.record()
-                for _ in range(40):
-                    torch.matmul(a, a, out=out)
-                end.record()
-            torch.cuda.synchronize()
-            times[calls].append(begin.elapsed_time(end) * 1e3 / 40)
-        alone, beside = (statistics.median(found[1:]) for found in times.values())
-        return {"alone": alone, "beside": beside}
+            times[turn].append(products.run(case.call, turn))
+        wrong += case.wrong() if case.repeatable else 0
+        wrong += self._verified(case, 2)
+        alone, beside = (statistics.median(product for product, _ in found) for found in times.values())
+        call_beside = statistics.median(each for _, each in times[calls])
+        return {"alone": alone, "beside": beside, "call": call, "call_beside": call_beside, "wrong": float(wrong)}
+
+    def _verified(self, case: Case, seed: int) -> int:
+        """What one call gets wrong."""
+        case.fill(seed)
+        self.comm.barrier()
+        case.call()
+        case.wait()
+        return case.wrong()
 
 
 def main() -> None:

@@ -4,6 +4,7 @@
     python benchmarks/gpus.py --gpus 4
     python benchmarks/gpus.py --gpus 1          # beside a rank without a GPU, which --gpus 2 has as well
     python benchmarks/gpus.py --gpus 2 --only messages
+    python benchmarks/gpus.py --gpus 2 --only "copy engines"    # what collectives take from products of matrices
 
 Every measurement is one of `hetcoll perf`, which gpu_worker.py also makes of NCCL, by its C interface, and of
 PyTorch. Each library has processes of its own, a rank a GPU, which wait while another one is measured. "Without P2P"
@@ -42,6 +43,7 @@ PAGE = HERE.parent / "docs/measurements/gpu-tables.md"
 K, M = 1 << 10, 1 << 20
 SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
 COPIES = "only the copies"  # gpu_limits.py
+PLAIN = "hetcoll by plain copies"  # which inside a GPU are what its driver likes
 GPUS = (1, 2, 4)
 TURNS, SMALL_TURNS = 3, 15  # a host's calls take two thirds as long in one second as in the next
 ALONE, QUEUED = 20, 100  # calls with a wait each, and calls whose cost to the host is measured
@@ -98,7 +100,10 @@ ALGORITHMS = {
     "direct": "direct", "ring": "ring", "tree": "allreduce:tree,reduce:tree",
     "halving": "allreduce:halving_doubling,allgather:doubling,reduce_scatter:halving",
 }  # fmt: skip
-PRODUCT, NOTHING = (("product", 256 * M),), (("nothing", 0),)
+BESIDE = "product "  # in front of the collective that is under way beside products
+PRODUCT, NOTHING = ((f"{BESIDE}allreduce", 256 * M),), (("nothing", 0),)
+PRODUCTS = tuple((BESIDE + op, 256 * M) for op in ("allgather", "alltoall", "reduce_scatter", "allreduce"))
+BY_ENGINES = {"HETCOLL_ALGO": "direct,alltoall:pairwise"}
 
 
 def on(gpus: int, ranks: int) -> tuple[Place, ...]:
@@ -127,6 +132,8 @@ def settings(gpus: int) -> Iterator[Setting]:
         yield by_algorithm(gpus, islands, without)
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
     yield Setting("one island", each, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
+    peers = (Peer("NCCL", "nccl"), Peer(PLAIN, "plain copies", BY_ENGINES))
+    yield Setting("one island, by copy engines", each, BY_ENGINES, peers, PRODUCTS)
     if gpus == 2:
         peers = (Peer("NCCL over sockets", "nccl", SOCKETS), Peer("Gloo", "gloo"))
         yield Setting("two hosts, by TCP on loopback", each, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
@@ -176,8 +183,8 @@ class Job(PerfRanks):
         """One turn. Only a first one is `verified`."""
         if op == "nothing":
             return self.most(do="nothing") | {"wrong": 0.0}
-        if op == "product":
-            return self.most(do="product", nbytes=nbytes) | {"wrong": 0.0}
+        if op.startswith(BESIDE):
+            return self.most(do="product", op=op.removeprefix(BESIDE), nbytes=nbytes)
         row = self.perf(op, nbytes, place, "-c", "1" if verified and self.name != COPIES else "0")
         calls = {"sync": ("-z", "--iters", str(ALONE)), "cost": ("-C", "--iters", str(QUEUED if nbytes < M else ALONE))}
         more = {name: self.perf(op, nbytes, place, "-c", "0", *words).time_us for name, words in calls.items()}
@@ -213,7 +220,9 @@ def part_of(op: str, nbytes: int, name: str) -> bool:
     """Whether the library has to do with this point."""
     if op == "nothing":
         return name == "hetcoll"
-    return name != COPIES or (nbytes >= M and op not in ("product", "sendrecv"))
+    if name == PLAIN:
+        return op == f"{BESIDE}allgather"
+    return name != COPIES or (nbytes >= M and op != "sendrecv" and not op.startswith(BESIDE))
 
 
 def best(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
@@ -224,19 +233,28 @@ def best(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
 def line(op: str, nbytes: int, row: Figures) -> str:
     parts = [f"{op:15} {results.human(nbytes):>8}"]
     for name, x in row.items():
-        if op == "product":
-            parts.append(f"{name}: {x['alone']:.0f} us alone, {x['beside']:.0f} beside")
-            continue
         wrong = f" {x['wrong']:.0f} WRONG" if x["wrong"] else ""
+        if op.startswith(BESIDE):
+            parts.append(f"{name}: {beside(x)}{wrong}")
+            continue
         ratio = "" if name == "hetcoll" else f" ratio {x['us'] / row['hetcoll']['us']:.2f}"
         rate = f"{nbytes / x['us'] / 1e3:.1f} GB/s" if nbytes >= M else ""
         parts.append(f"{name}: {x['us']:.1f} us {rate} sync {x['sync']:.1f} cost {x['cost']:.1f}{ratio}{wrong}")
     return " | ".join(parts)
 
 
+def beside(x: Mapping[str, float]) -> str:
+    """What collectives have taken from products: of a product's time, and in all for each call."""
+    more, taken = x["beside"] / x["alone"] - 1, x["call_beside"] * (1 - x["alone"] / x["beside"])
+    return (
+        f"{100 * more:.1f} % ({x['alone']:.0f} to {x['beside']:.0f} us; a call {x['call']:.0f} us alone, "
+        f"{x['call_beside']:.0f} beside, {taken:.0f} taken from products)"
+    )
+
+
 def markdown(setting: Setting, found: list[tuple[str, int, Figures]]) -> str:
     """Of each operation our microseconds, the ratio to each peer, and the part of the limit, by size."""
-    at = {(op, nbytes): row for op, nbytes, row in found if op not in ("product", "nothing")}
+    at = {(op, nbytes): row for op, nbytes, row in found if op != "nothing" and not op.startswith(BESIDE)}
     sizes = sorted({nbytes for _, nbytes in at})
     rows = [["operation", "", *map(results.human, sizes)], ["---", "---", *["---:"] * len(sizes)]]
     for op in dict.fromkeys(op for op, _ in at):
@@ -246,7 +264,7 @@ def markdown(setting: Setting, found: list[tuple[str, int, Figures]]) -> str:
             if any(cells):
                 rows.append(["", "of the limit" if peer.name == COPIES else f"times {peer.name}", *cells])
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
-    return "\n\n".join(["### " + heading(setting).replace("|", "\\|"), table, *notes(found)])
+    return "\n\n".join(["### " + heading(setting).replace("|", "\\|"), *([table] if at else []), *notes(found)])
 
 
 def ratio(row: Figures, peer: str) -> str:
@@ -262,14 +280,11 @@ def notes(found: list[tuple[str, int, Figures]]) -> list[str]:
             ours = row["hetcoll"]
             words = f"An empty kernel, by the driver's C function: {ours['us']:.1f} us, {ours['sync']:.1f} with a wait."
             told.append(words)
-        elif op == "product":
-            parts = [
-                f"{name} {100 * (x['beside'] / x['alone'] - 1):.1f} % ({x['alone']:.0f} to {x['beside']:.0f} us)"
-                for name, x in row.items()
-            ]
+        elif op.startswith(BESIDE):
+            what = f"{op.removeprefix(BESIDE)} with {results.human(nbytes)}"
             told.append(
-                f"All-reduces of {results.human(nbytes)} beside products of 8192 x 8192 matrices in bfloat16 make "
-                f"these slower by: {', '.join(parts)}."
+                f"Calls of {what} beside products of 8192 x 8192 matrices in bfloat16 make these slower by: "
+                f"{', '.join(f'{name} {beside(x)}' for name, x in row.items())}."
             )
     return told
 

@@ -70,7 +70,8 @@ def rank_main(rank: int, port: int, piece: int, count: int, rounds: int, pipe: i
             at = np.arange(count) * piece
             there = np.random.default_rng(0).permutation(at)
             other = np.full(piece * count, 7, np.uint8)
-            put, get = {"src_offset": at, "count": piece}, {"dst_offset": at, "count": piece}
+            put: dict[str, Any] = {"src_offset": at, "count": piece}
+            get: dict[str, Any] = {"dst_offset": at, "count": piece}
             ways: dict[str, Callable[[], Any]] = {
                 "put, own window": lambda: window.put(mine, 1, there, **put),
                 "put, other memory": lambda: window.put(other, 1, there, **put),
@@ -114,7 +115,8 @@ def main() -> None:
         sends, takes = (0, 1) if way.startswith("put") else (1, 0)
 
         def middle(rank: int, column: int, way: str = way) -> float:
-            return statistics.median(each[rank][way][column] for each in told) / moved
+            found: float = statistics.median(each[rank][way][column] for each in told) / moved
+            return found
 
         cells = [f"{1e-6 / middle(0, 0):.1f}", *(f"{middle(r, c) * 1e9:.1f}" for r, c in ((0, 1), (0, 2), (1, 2)))]
         cells += [f"{middle(sends, 3):.3f}", f"{middle(takes, 4):.3f}"]

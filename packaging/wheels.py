@@ -92,7 +92,8 @@ def environment(python: str, arch: str, purpose: str) -> Path:
     libraries = [root / f"{top}lib/{arch}-linux-gnu" for top in ("", "usr/")]
     if arch == "x86_64":
         loader = next(at for at in (folder / "ld-linux-x86-64.so.2" for folder in libraries) if at.exists())
-        starts = f'{loader} --argv0 "$0" --library-path {":".join(map(str, libraries))}'
+        found = "${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}" + ":".join(map(str, libraries))
+        starts = f'{loader} --argv0 "$0" --library-path "{found}"'
     else:
         starts = f'qemu-{arch} -L {root} -0 "$0"'
     script = env / "bin/python"

@@ -81,7 +81,7 @@ void DeviceCapture::Order(const DeviceAction& a, std::uint32_t lag) {
 void DeviceCapture::Run(const DeviceAction& a, const Work& work) {
   const DeviceStream stream = lanes_[a.stream];
   const bool talks = a.step == DeviceStep::kCopyOut || a.step == DeviceStep::kCopyIn ||
-                     (a.step < DeviceStep::kLocal && (a.Waits() || a.Tells()));
+                     a.step == DeviceStep::kReduceIn || (a.step < DeviceStep::kLocal && (a.Waits() || a.Tells()));
   if (!talks) return work(a, nullptr, lanes_);
   Edge& edge = edges_.at(a.edge);
   std::uint64_t* const ready = edge.slots.Ready(edge.next);

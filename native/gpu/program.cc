@@ -60,6 +60,13 @@ class Compiler {
                .n = s.len});
           return Done(kWorkLane);
         }
+        if (Near(edge)) {  // what came is in this GPU's memory already
+          const std::uint8_t lane = Turn(kInLanes, receives_);
+          Touches(lane, std::array{Read(src, s.len), Write(dst, s.len)});
+          Add({.step = DeviceStep::kWaitReady, .stream = lane, .edge = edge});
+          Add({.step = DeviceStep::kReduceIn, .stream = lane, .edge = edge, .dst = dst, .src = src, .n = s.len});
+          return Signal(DeviceStep::kGrant, grants_, lane, edge);
+        }
         const Place staged{Area::kStaging, slot_bytes * (stagings_++ % kStagedMessages)};
         Receive(staged, s.len, edge);
         Touches(kWorkLane, std::array{Read(staged, s.len), Read(src, s.len), Write(dst, s.len)});
@@ -68,7 +75,12 @@ class Compiler {
       }
       case Op::kCopy:
         Touches(kWorkLane, std::array{Read(src, s.len), Write(dst, s.len)});
-        Add({.step = DeviceStep::kCopy, .stream = kWorkLane, .dst = dst, .src = src, .n = s.len});
+        Add({.step = DeviceStep::kCopy,
+             .stream = kWorkLane,
+             .dst = dst,
+             .src = src,
+             .n = s.len,
+             .near = !program_.near.empty()});
         return Done(kWorkLane);
       case Op::kReduce:
         Touches(kWorkLane, std::array{Read(src, s.len), Write(dst, s.len)});
@@ -121,11 +133,13 @@ class Compiler {
     return static_cast<std::uint8_t>(first + turns++ % kCopyLanes);
   }
 
+  bool Near(std::uint16_t edge) const { return program_.near.contains(edge); }
+
   void SendFrom(const Place& src, std::size_t n, std::uint16_t edge) {
     const std::uint8_t lane = Turn(kOutLanes, sends_);
     Touches(lane, std::array{Read(src, n)});
     Add({.step = DeviceStep::kWaitCredit, .stream = lane, .edge = edge});
-    Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = n});
+    Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = n, .near = Near(edge)});
     Signal(DeviceStep::kPublish, kSignalLane, lane, edge);
   }
 
@@ -133,7 +147,7 @@ class Compiler {
     const std::uint8_t lane = Turn(kInLanes, receives_);
     Touches(lane, std::array{Write(dst, n)});
     Add({.step = DeviceStep::kWaitReady, .stream = lane, .edge = edge});
-    Add({.step = DeviceStep::kCopyIn, .stream = lane, .edge = edge, .dst = dst, .n = n});
+    Add({.step = DeviceStep::kCopyIn, .stream = lane, .edge = edge, .dst = dst, .n = n, .near = Near(edge)});
     Signal(DeviceStep::kGrant, grants_, lane, edge);
   }
 
@@ -232,8 +246,8 @@ class Compiler {
 
 DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order,
                              std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes, bool one_signal_lane,
-                             std::span<const std::uint32_t> levels)
-    : scratch_bytes(plan.scratch_bytes) {
+                             const std::set<std::uint16_t>& near_edges, std::span<const std::uint32_t> levels)
+    : near(near_edges), scratch_bytes(plan.scratch_bytes) {
   const std::size_t steps = plan.steps.size();
   if (order.size() != steps || steps_edges.size() != steps || (!levels.empty() && levels.size() != steps)) {
     throw PlanError("plan: an order and an edge for each of " + std::to_string(steps) + " steps wanted");
@@ -265,11 +279,14 @@ DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_
 DeviceProgram DeviceQueue::Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
                                    std::span<const std::uint16_t> edges, bool ahead) const {
   bool proxied = false;
+  std::set<std::uint16_t> near;
   for (std::size_t i = 0; i < std::min(edges.size(), plan.steps.size()); ++i) {
     const bool talks = plan.steps[i].op <= Op::kRecvReduce;  // other steps have no edge, whatever its number here
-    proxied |= talks && edges[i] < edges_.size() && edges_[edges[i]].proxy != nullptr;
+    if (!talks || edges[i] >= edges_.size()) continue;
+    proxied |= edges_[edges[i]].proxy != nullptr;
+    if (edges_[edges[i]].near) near.insert(edges[i]);
   }
-  return {plan, order, edges, slot_bytes_, ahead && !proxied};
+  return {plan, order, edges, slot_bytes_, ahead && !proxied, near};
 }
 
 void DeviceProgram::Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs) {
@@ -307,7 +324,7 @@ DeviceProgram CaptureRecipe::Program(std::size_t slot_bytes) const {
   std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
     return std::pair(levels[a], plan.steps[a].op) < std::pair(levels[b], plan.steps[b].op);
   });
-  DeviceProgram program(plan, order, edges, slot_bytes, false, levels);
+  DeviceProgram program(plan, order, edges, slot_bytes, false, near, levels);
   if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
   if (messages) program.LeadWithMessages();
   return program;

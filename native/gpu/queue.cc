@@ -202,11 +202,14 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bas
       break;
     case DeviceStep::kCopyOut:
       Expect(shape, *edge, a.n, SignatureOf(a, signatures));
-      driver_->Copy(edge->slots.At(number), bases.At(a.src), a.n, stream);
+      Copy(a, edge->slots.At(number), bases.At(a.src), stream);
       break;
     case DeviceStep::kCopyIn:
       Expect(shape, *edge, a.n, SignatureOf(a, signatures));
-      driver_->Copy(bases.At(a.dst), edge->slots.At(number), a.n, stream);
+      Copy(a, bases.At(a.dst), edge->slots.At(number), stream);
+      break;
+    case DeviceStep::kReduceIn:
+      Work(shape, a, bases, edge->slots.At(number), lanes_);
       break;
     case DeviceStep::kPublish:
       driver_->WriteValue(edge->slots.Ready(number), number + 1, stream);
@@ -222,11 +225,17 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bas
   }
 }
 
-// What needs no peer; `slot` is what is copied into or out of.
+void DeviceQueue::Copy(const DeviceAction& a, void* dst, const void* src, DeviceStream stream, bool capturing) {
+  if (a.near && !capturing) return driver_->CopyByEngine(dst, src, a.n, stream);
+  driver_->Copy(dst, src, a.n, stream);
+}
+
+// What needs no peer; `slot` is what is copied into or out of, or reduced.
 void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Bases& bases, std::byte* slot,
                        DeviceLanes& lanes) {
   const auto at = [&](const Place& p) { return bases.At(p); };
   const DeviceStream stream = lanes[a.stream];
+  const bool capturing = &lanes != &lanes_;
   switch (a.step) {
     case DeviceStep::kWaitEvent:
       driver_->WaitEvent(lanes.EventAt(a.event), stream);
@@ -235,18 +244,19 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
       driver_->Record(lanes.EventAt(a.event), stream);
       break;
     case DeviceStep::kCopy:
-      driver_->Copy(at(a.dst), at(a.src), a.n, stream);
+      Copy(a, at(a.dst), at(a.src), stream, capturing);
       break;
     case DeviceStep::kCopyOut:
-      driver_->Copy(slot, at(a.src), a.n, stream);
+      Copy(a, slot, at(a.src), stream, capturing);
       break;
     case DeviceStep::kCopyIn:
-      driver_->Copy(at(a.dst), slot, a.n, stream);
+      Copy(a, at(a.dst), slot, stream, capturing);
       break;
-    case DeviceStep::kReduce: {
+    case DeviceStep::kReduce:
+    case DeviceStep::kReduceIn: {
       void* dst = at(a.dst);
       const void* x = at(a.src);
-      const void* y = at(a.other);
+      const void* y = a.step == DeviceStep::kReduceIn ? slot : at(a.other);
       unsigned long long count = a.n / shape.item;
       void* params[] = {&dst, &x, &y, &count};
       Launch(shape.reduce, a.n, params, stream);
@@ -280,7 +290,7 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
       break;
     }
     case DeviceStep::kMessages:
-      for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, stream, &lanes != &lanes_);
+      for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, stream, capturing);
       break;
     case DeviceStep::kLocal:
       RunLocal(shape, shape.program.locals[a.edge], bases, stream);

@@ -1,9 +1,9 @@
 // Runs plans on a GPU by enqueuing them: copies, reductions and signals on streams, in an order computed beforehand.
 //
-// Between GPUs of one host a message goes through a slot of host memory that both drivers have mapped. The sender's
-// copy engine fills the slot and the stream then writes the slot's `ready` word; the receiver's stream waits for that
-// word, empties the slot and writes its `credit` word. No processor takes part. Words are numbers of messages on the
-// edge, which only grow.
+// Between GPUs of one host a message goes through a slot of host memory that both drivers have mapped, or of the
+// receiver's GPU that the sender's has mapped, which then is `near`. The sender's copy engine fills the slot and the
+// stream then writes the slot's `ready` word; the receiver's stream waits for that word, empties the slot and writes
+// its `credit` word. No processor takes part. Words are numbers of messages on the edge, which only grow.
 //
 // A plan is compiled once for its counts into a list of actions: which stream does what, and which events order them
 // where they touch the same memory. The order of the steps is a linear extension of the order in which all ranks'
@@ -34,6 +34,7 @@ namespace hetcoll {
 struct SlotEdge {
   Slots slots;
   std::shared_ptr<ProxyEdge> proxy = nullptr;
+  bool near = false;
   std::uint64_t messages = 0;
   std::uint64_t call = 0;              // the last one that used it, and
   std::uint64_t begun = 0;             // the messages before that
@@ -59,6 +60,7 @@ enum class DeviceStep : std::uint8_t {
   kPublish,     // the slot is full: on to the next one
   kGrant,       // the slot is empty: on to the next one
   kReduce,      // dst = src (+) other
+  kReduceIn,    // dst = src (+) the next slot
   kScale,       // dst = dst / divisor
   kRound,       // dst = src as a compressed edge carries it; `other` is what was lost, in residuals
   kEncode,      // dst = src as codes
@@ -98,6 +100,7 @@ struct DeviceAction {
   Place other{};
   std::size_t n = 0;
   std::uint32_t level = 0;  // of its step: order.py
+  bool near = false;        // copies are a copy engine's alone
 
   bool Waits() const {  // for a peer
     return step == DeviceStep::kWaitCredit || step == DeviceStep::kWaitReady || step == DeviceStep::kLocal ||
@@ -146,9 +149,10 @@ struct LocalAction {
 
 struct DeviceProgram {
   // `order` names each step of the plan once, by rising `levels` where they have any; `one_signal_lane`: for both
-  // directions. Throws PlanError where a message is larger than a slot.
+  // directions; `near`: those of the edges that are. Throws PlanError where a message is larger than a slot.
   DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
-                std::size_t slot_bytes, bool one_signal_lane, std::span<const std::uint32_t> levels = {});
+                std::size_t slot_bytes, bool one_signal_lane, const std::set<std::uint16_t>& near = {},
+                std::span<const std::uint32_t> levels = {});
 
   // What lies in SEND and RECV are messages, which begin at these bytes: each has an area of its own from now on.
   void Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs);
@@ -162,6 +166,7 @@ struct DeviceProgram {
   bool all_local = true;          // nothing but local steps: they can run on the user's own stream
   bool alone = false;             // nothing but messages of one edge: so can those
   std::set<std::uint16_t> edges;  // that it uses
+  std::set<std::uint16_t> near;   // of those
   std::uint32_t events = 0;
   std::size_t scratch_bytes = 0;
 };
@@ -173,6 +178,7 @@ struct CaptureRecipe {
 
   BoundPlan plan;
   std::vector<std::uint16_t> edges;
+  std::set<std::uint16_t> near;
   std::vector<std::uint32_t> levels;
   std::uint32_t lag;
   std::vector<std::size_t> sends;  // see DeviceProgram::Part
@@ -316,6 +322,7 @@ class DeviceQueue {
   void Run(const DeviceShape& shape, const DeviceAction& action, const Bases& bases,
            std::span<const std::uint64_t> signatures, DeviceStream stream);
   void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
+  void Copy(const DeviceAction& action, void* dst, const void* src, DeviceStream stream, bool capturing = false);
   void Work(const DeviceShape& shape, const DeviceAction& action, const Bases& bases, std::byte* slot,
             DeviceLanes& lanes);
   void RunMessages(const MessagesKernel& kernel, const Bases& bases, DeviceStream stream, bool capturing);

@@ -7,6 +7,7 @@
 #include <new>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "base/clock.h"
 #include "host/engine.h"
@@ -15,7 +16,7 @@ namespace hetcoll {
 namespace {
 
 constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may finish our task while we sleep
-// Where a GPU must be awaited, which rings no bell: a quarter of the time that it has been awaited.
+// Where a GPU must be awaited, which rings no bell: an eighth of the time that it has been awaited.
 constexpr std::int64_t kShortestNapNs = 20'000;
 constexpr std::int64_t kLongestNapNs = 1'000'000;
 constexpr std::size_t kKeepScratch = std::size_t{64} << 20;  // between calls: fresh memory is a page fault every 4 KiB
@@ -24,6 +25,8 @@ constexpr int kPromptYields = 32;                            // in place of spin
 // wakes a sleeper, so one of them sleeps now and then.
 constexpr int kMoveAfter = 64;
 constexpr std::int64_t kYieldNs = 200'000;  // between spinning and sleeping
+// The same where a GPU copies what is waited for: some 700 MB between two of them. A sleeper comes back 30 us late.
+constexpr std::int64_t kCopyYieldNs = 2'000'000;
 // Where ranks take turns on a core, each may copy and add that much before the next one runs, at 2 GB/s. To be waited
 // for by yielding: sleepers come back late where nobody sleeps for long.
 constexpr std::size_t kMostTurnBytes = std::size_t{1} << 20;
@@ -223,6 +226,7 @@ void Engine::CheckDeparted() {
 
 // How long to yield before sleeping.
 std::int64_t Engine::YieldNs() const {
+  if (windows_ != nullptr && spin_ns_ > 0 && windows_->Copying()) return kCopyYieldNs;
   if (!options_.oversubscribed || segment_ == nullptr || collectives_.empty()) return kYieldNs;
   const std::size_t turn = std::min(collectives_.front()->bytes(), kMostTurnBytes);
   return std::min(kYieldNs + static_cast<std::int64_t>(turn / 2) * segment_->layout().local_size, kMostYieldNs);
@@ -288,7 +292,7 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
     own_bell_->sleeping.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (PassAll()) {  // what came before the flag could be seen rings no bell
-      own_bell_->sleeping.store(0, std::memory_order_relaxed);
+      if (asleep_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
       return;
     }
   }
@@ -317,23 +321,30 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   const bool serves = windows_ != nullptr && NoTasks() && drivers_.load() == 0;
   const bool shared = !serves && (drivers_.load() > 1 || background_driving_);
   std::int64_t slice = shared ? kSharedSleepSliceNs : options_.sleep_slice_ns;
-  if (silent) slice = std::min(slice, std::clamp(idle / 4, kShortestNapNs, kLongestNapNs));
+  if (silent) slice = std::min(slice, std::clamp(idle / 8, kShortestNapNs, kLongestNapNs));
   const std::int64_t wait = std::clamp<std::int64_t>(until - NowNs(), 0, slice);
+  const unsigned night = night_;
+  ++asleep_;
   lock.unlock();
   const timespec timeout{wait / 1'000'000'000, wait % 1'000'000'000};
-  static_cast<void>(ppoll(fds.data(), fds.size(), &timeout, nullptr));
+  const bool woken = ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
   lock.lock();
-  if (own_bell_ != nullptr) own_bell_->sleeping.store(0, std::memory_order_relaxed);
+  // What wakes one is for all who sleep, and is gone once this one has looked: so the bell is rung for the others.
+  if (night != night_) {
+    --roused_;
+  } else if (--asleep_; woken) {
+    roused_ += std::exchange(asleep_, 0);
+    ++night_;
+  }
+  if (own_bell_ != nullptr && asleep_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
   doorbell_.Drain();
+  if (roused_ > 0) doorbell_.Ring(options_.local_rank);
 }
 
 Outcome Engine::Drive(const Pending& task, std::int64_t until) {
   const auto settled = [&] { return task.state.load(std::memory_order_acquire) != Pending::State::kRunning; };
   drivers_.fetch_add(1);
-  contenders_.fetch_add(1);  // ask whoever drives now to let us in
-  mutex_.lock();
-  contenders_.fetch_sub(1);
-  mutex_.unlock();
+  LockSoon().unlock();  // whoever drives now lets us in
   DriveUntil(settled, until);
   drivers_.fetch_sub(1);
   if (windows_ != nullptr) doorbell_.Ring(options_.local_rank);  // for the engine's own thread to take over
@@ -355,7 +366,8 @@ void Engine::DriveInBackground() {
     try {
       background_ = std::thread([this] { BackgroundLoop(); });
     } catch (const std::system_error& error) {  // what was begun would not move: it fails here, and so everywhere
-      return Fail(FaultKind::kSystem, options_.rank, std::string("no thread for calls in flight: ") + error.what());
+      // What it says of itself differs between standard libraries.
+      return Fail(FaultKind::kSystem, options_.rank, "no thread for calls in flight: " + error.code().message());
     }
   }
   background_wake_.notify_one();

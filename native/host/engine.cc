@@ -248,6 +248,19 @@ void Engine::ServeWindows() {
   DriveInBackground();
 }
 
+// For a call of a user's while others drive, who give way at their next look: a sleeper would come back much later.
+std::unique_lock<std::mutex> Engine::LockSoon() {
+  contenders_.fetch_add(1);
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  for (int i = 0; !lock.owns_lock() && i < prompt_spins_; ++i) {
+    CpuRelax();
+    static_cast<void>(lock.try_lock());
+  }
+  if (!lock.owns_lock()) lock.lock();
+  contenders_.fetch_sub(1);
+  return lock;
+}
+
 void Engine::BeginTransfers() {
   if (failed()) return DropTasks();
   if (!windows_->Unsent()) return;

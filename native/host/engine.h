@@ -148,9 +148,7 @@ class Engine {
   // What `ask` does to the windows, under the engine's lock, and sends what it has them send, as far as there is room.
   template <class Fn>
   auto AskWindows(Fn&& ask) {
-    contenders_.fetch_add(1);
-    std::lock_guard lock(mutex_);
-    contenders_.fetch_sub(1);
+    const std::unique_lock lock = LockSoon();
     if constexpr (std::is_void_v<std::invoke_result_t<Fn, Windows&>>) {
       ask(*windows_);
       BeginTransfers();
@@ -240,6 +238,7 @@ class Engine {
   }
   std::uint64_t Sign(int shape, std::uint64_t hash, bool p2p, FlightRecorder::Mark& mark);
   void ServeLinks(std::vector<pollfd>& fds);
+  std::unique_lock<std::mutex> LockSoon();
   void BeginTransfers();  // the eight below: under mutex_
   bool PassAll();
   bool PassWindows();
@@ -270,6 +269,11 @@ class Engine {
   int prompt_spins_ = 0;
   int core_ = -1;  // what NoteCore said last; under mutex_, as are the next two
   int crowded_waits_ = 0;
+  // Threads in Sleep: those that nothing has rung for, and those that something has. A ring ends the night. Under
+  // mutex_.
+  int asleep_ = 0;
+  int roused_ = 0;
+  unsigned night_ = 0;
   bool sleep_at_once_ = false;
   Doorbell doorbell_;
   FaultInjector injector_;

@@ -22,8 +22,10 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "host/staging.h"
@@ -76,6 +78,8 @@ struct Transfer : Pending {
 struct Where {
   bool device = false;
   Gate after = nullptr;  // neither is touched before this is true; empty: it is
+  // Of a device's: the window of this rank that it is a part of, where that has another number than the peer's.
+  std::optional<std::uint32_t> window{};
 };
 
 void End(Transfer& transfer, Refusal refusal);
@@ -89,10 +93,11 @@ class Windows {
   void UseCopier(std::shared_ptr<Copier> copier, std::span<std::byte> pinned);
 
   void Add(std::uint32_t id, std::byte* base, std::size_t nbytes, std::size_t signals, bool device = false);
-  // Of a device's window: what of the peer's part this rank's device sees, or nothing, and whether the peer's sees this
-  // one's. What a device sees it reads by itself, when it is put to its rank and when its rank gets it; until its rank
-  // has closed its own part, and that is `Settled`.
-  void See(std::uint32_t id, int peer, std::span<const std::byte> theirs, bool seen);
+  // Of a device's window of the peer: where this rank's device sees it; nothing: not any more. What a device sees it
+  // reads by itself, when it is put to its rank and when its rank gets it.
+  void See(std::uint32_t id, int peer, std::span<const std::byte> theirs);
+  // The peer's device sees this window of this rank, until that is closed and `Settled`.
+  void IsSeen(std::uint32_t id, int peer);
   // The memory of `peer`'s part is registered for RDMA.
   void Place(std::uint32_t id, int peer);
   // When it returns, nothing here touches the window any more; a device or a NIC, once it is `Settled`. Gets that are
@@ -119,6 +124,8 @@ class Windows {
   bool Unsent() const { return unsent_ > 0 || Copies(); }
   // Whether a device does something that it will not tell of: it must be looked at.
   bool Silent() const { return device_ != nullptr && device_->Busy(); }
+  // Whether a device copies for this rank, its own or that of a rank that reads it: then it is soon over.
+  bool Copying() const;
   // Whether something of this rank's waits for `peer`.
   bool Needs(int peer) const;
   void AddPoll(Links& links, std::vector<pollfd>& fds) const;
@@ -130,10 +137,10 @@ class Windows {
   const WindowCounts& counts() const { return counts_; }
 
  private:
-  // kPull: a put whose owner reads it from the asker's part of the window; a table of runs follows. kRead: a get that
-  // the asker reads when it is allowed to; kDone, which nobody answers, is the next of its requests, when it has.
-  // kPlace: a put whose pieces come when the owner has said where they may be written (Allowed). kFetch: a get that
-  // says so itself (a Placement, behind a table of runs).
+  // kPull: a put whose owner reads it from the window of the asker's that `offset` names; a table of runs follows.
+  // kRead: a get that the asker reads when it is allowed to; kDone, which nobody answers, is the next of its requests,
+  // when it has. kPlace: a put whose pieces come when the owner has said where they may be written (Allowed). kFetch: a
+  // get that says so itself (a Placement, behind a table of runs).
   enum class Ask : std::uint32_t { kPut = 0, kGet = 1, kPull = 2, kRead = 3, kDone = 4, kPlace = 5, kFetch = 6 };
   struct Head {  // of a request
     std::uint32_t id = 0;
@@ -146,7 +153,7 @@ class Windows {
   struct Run {
     std::uint64_t offset;  // in the window
     std::uint64_t nbytes;
-    std::uint64_t from = 0;  // of kPull: in the asker's part of the window; of kFetch: behind the Placement
+    std::uint64_t from = 0;  // of kPull: in the asker's window; of kFetch: behind the Placement
   };
   struct Allowed {  // the answer to kPlace, before that to the put
     std::uint32_t status = 0;
@@ -158,10 +165,9 @@ class Windows {
     std::size_t nbytes = 0;
     bool device = false;
     bool open = true;
-    std::array<std::uint64_t, 2> last{};             // marks, by way: of what touched it before it was closed
-    std::vector<std::span<const std::byte>> theirs;  // by peer: what this rank's device sees of it
-    std::vector<bool> seen;                          // by whose device
-    std::vector<bool> placed;                        // by peer, whose part is registered
+    std::array<std::uint64_t, 2> last{};  // marks, by way: of what touched it before it was closed
+    std::set<int> seen;                   // by whose device
+    std::vector<bool> placed;             // by peer, whose part is registered
     std::vector<std::uint64_t> signals;
     std::uint64_t* shown = nullptr;  // the same for a device's streams
     struct Expected {
@@ -310,6 +316,7 @@ class Windows {
     return (peer.in[kRequests].exposed && peer.in[kRequests].head.id == id) ||
            peer.lent == static_cast<std::int64_t>(id);
   }
+  std::span<const std::byte> Theirs(int peer, std::uint64_t id) const;
   bool Readable(int peer, const Inbound& in) const;
   void Read(const std::shared_ptr<Transfer>& transfer);
   void HasRead(const Transfer& transfer);
@@ -325,6 +332,8 @@ class Windows {
   int rank_;
   std::uint64_t identity_;
   std::map<std::uint32_t, Window> windows_;
+  // What this rank's device sees of peers' windows.
+  std::map<std::pair<int, std::uint32_t>, std::span<const std::byte>> theirs_;
   std::vector<Peer> peers_;
   std::size_t unsent_ = 0;  // items
   std::vector<std::byte> sink_;

@@ -14,7 +14,7 @@
 namespace hetcoll {
 namespace {
 
-constexpr std::size_t kMostMoves = 1024;          // begun under the engine's lock at a time
+constexpr std::size_t kMostMoves = 4096;          // begun under the engine's lock at a time
 constexpr std::int64_t kDrainNs = 5'000'000'000;  // a device that takes longer does not come back
 
 // One copy for what follows on both sides.
@@ -39,6 +39,13 @@ Windows::Device::Device(std::shared_ptr<Copier> of, std::span<std::byte> pinned,
 bool Windows::Device::Busy() const {
   return inlet.Busy() || gated > 0 || landing > 0 || !own.empty() || !landed.empty() ||
          std::any_of(outlets.begin(), outlets.end(), [](const Outlet& outlet) { return outlet.Busy(); });
+}
+
+bool Windows::Copying() const {
+  const auto is_read = [](const auto& transfer) { return transfer->window >= 0; };
+  return Silent() || std::any_of(peers_.begin(), peers_.end(), [&](const Peer& peer) {
+           return std::any_of(peer.awaiting.begin(), peer.awaiting.end(), is_read);
+         });
 }
 
 void Windows::UseCopier(std::shared_ptr<Copier> copier, std::span<std::byte> pinned) {
@@ -99,16 +106,24 @@ bool Windows::Land(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* ds
       [&](std::size_t n) { device_->inlet.Land(dst + in.at, n); });
 }
 
-void Windows::See(std::uint32_t id, int peer, std::span<const std::byte> theirs, bool seen) {
-  Window& window = windows_.at(id);
-  window.theirs.resize(peers_.size());
-  window.seen.resize(peers_.size());
-  window.theirs[static_cast<std::size_t>(peer)] = theirs;
-  window.seen[static_cast<std::size_t>(peer)] = seen;
+void Windows::See(std::uint32_t id, int peer, std::span<const std::byte> theirs) {
+  if (theirs.empty()) {
+    theirs_.erase({peer, id});
+  } else {
+    theirs_[{peer, id}] = theirs;
+  }
 }
 
-// A put out of this rank's part of the window, which the peer's device sees: the peer is told where, and copies.
-// Nothing where there is none.
+void Windows::IsSeen(std::uint32_t id, int peer) { windows_.at(id).seen.insert(peer); }
+
+std::span<const std::byte> Windows::Theirs(int peer, std::uint64_t id) const {
+  if (id > UINT32_MAX) return {};
+  const auto found = theirs_.find({peer, static_cast<std::uint32_t>(id)});
+  return found == theirs_.end() ? std::span<const std::byte>{} : found->second;
+}
+
+// A put out of a window of this rank that the peer's device sees: the peer is told where, and copies. Nothing where
+// there is none.
 std::shared_ptr<Transfer> Windows::PutSeen(std::uint32_t id, int peer, const std::byte* src,
                                            std::span<const Piece> pieces, int signal, const Where& where) {
   if (!where.device || pieces.empty()) return nullptr;
@@ -117,16 +132,15 @@ std::shared_ptr<Transfer> Windows::PutSeen(std::uint32_t id, int peer, const std
     first = std::min(first, p.here);
     end = std::max(end, p.here + p.nbytes);
   }
-  const auto found = windows_.find(id);
-  if (found == windows_.end() || found->second.seen.empty() || !found->second.seen[static_cast<std::size_t>(peer)]) {
-    return nullptr;
-  }
+  const std::uint32_t own = where.window.value_or(id);
+  const auto found = windows_.find(own);
+  if (found == windows_.end() || !found->second.seen.contains(peer)) return nullptr;
   const Window& window = found->second;
   if (!window.open || src + first < window.base || src + end > window.base + window.nbytes) return nullptr;
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
-  transfer->window = id;
-  Request(transfer, {.id = id, .ask = Ask::kPull, .signal = signal}, pieces, nullptr, where,
+  transfer->window = own;
+  Request(transfer, {.id = id, .ask = Ask::kPull, .signal = signal, .offset = own}, pieces, nullptr, where,
           static_cast<std::uint64_t>(src - window.base));
   return transfer;
 }
@@ -134,9 +148,8 @@ std::shared_ptr<Transfer> Windows::PutSeen(std::uint32_t id, int peer, const std
 // A get of what this rank's device sees: it copies when the owner allows it. Nothing where there is none.
 std::shared_ptr<Transfer> Windows::GetSeen(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces,
                                            const Where& where) {
-  const auto found = windows_.find(id);
-  if (!where.device || pieces.empty() || found == windows_.end() || found->second.theirs.empty()) return nullptr;
-  const std::size_t size = found->second.theirs[static_cast<std::size_t>(peer)].size();
+  if (!where.device || pieces.empty()) return nullptr;
+  const std::size_t size = Theirs(peer, id).size();
   const bool inside = std::all_of(pieces.begin(), pieces.end(),
                                   [&](const Piece& p) { return p.there <= size && p.nbytes <= size - p.there; });
   if (size == 0 || !inside) return nullptr;
@@ -152,8 +165,11 @@ std::shared_ptr<Transfer> Windows::GetSeen(std::uint32_t id, int peer, std::byte
 
 // The owner allows it, and leaves its memory as it is until it hears that it was done.
 void Windows::Read(const std::shared_ptr<Transfer>& transfer) {
-  const Window& window = windows_.at(static_cast<std::uint32_t>(transfer->window));
-  const std::byte* theirs = window.theirs[static_cast<std::size_t>(transfer->peer)].data();
+  const std::byte* theirs = Theirs(transfer->peer, static_cast<std::uint64_t>(transfer->window)).data();
+  if (theirs == nullptr) {  // it was forgotten meanwhile
+    HasRead(*transfer);
+    return End(*transfer, Refusal::kClosed);
+  }
   std::vector<Move> moves;
   for (const Piece& p : transfer->pieces) AddMove(moves, transfer->base + p.here, theirs + p.there, p.nbytes);
   device_->inlet.Mark();  // what came before is begun before
@@ -177,9 +193,7 @@ void Windows::HasRead(const Transfer& transfer) {
 
 // Whether this rank's device sees all that it is to read.
 bool Windows::Readable(int peer, const Inbound& in) const {
-  const auto found = windows_.find(in.head.id);
-  if (found == windows_.end() || found->second.theirs.empty()) return false;
-  const std::size_t size = found->second.theirs[static_cast<std::size_t>(peer)].size();
+  const std::size_t size = Theirs(peer, in.head.offset).size();
   return std::all_of(in.runs.begin(), in.runs.end(),
                      [&](const Run& run) { return run.from <= size && run.nbytes <= size - run.from; });
 }
@@ -191,7 +205,7 @@ void Windows::Pull(int peer, Inbound& in) {
   counts_.refused += reads ? 0 : end - in.run;
   if (reads) {
     const Window& window = *Find(in.head.id);
-    const std::byte* theirs = window.theirs[static_cast<std::size_t>(peer)].data();
+    const std::byte* theirs = Theirs(peer, in.head.offset).data();
     std::vector<Move> moves;
     for (const Run& run : std::span(in.runs).subspan(in.run, end - in.run)) {
       AddMove(moves, window.base + run.offset, theirs + run.from, run.nbytes);

@@ -49,7 +49,10 @@ inline void BindCopies(nb::module_& m) {
       .def(
           "after", [](const PyCopier& c, Address stream) { return Closed(c.device->After(As<DeviceStream>(stream))); },
           nb::call_guard<nb::gil_scoped_release>())
-      .def("use_kernel", [](const PyCopier& c, Address kernel) { c.device->UseKernel(As<DeviceFunction>(kernel)); })
+      .def("use_kernels",
+           [](const PyCopier& c, Address few, Address many, Address table, std::size_t rows) {
+             c.device->UseKernels(As<DeviceFunction>(few), As<DeviceFunction>(many), {As<Move*>(table), rows});
+           })
       .def(
           "failure", [](const PyCopier& c) { return c.device->Failure(); }, nb::call_guard<nb::gil_scoped_release>())
       .def(
@@ -153,7 +156,7 @@ inline void BindDevices(nb::module_& m) {
            nb::kw_only(), "vendor"_a, "functions"_a, "streams"_a, "staging"_a, "slot_bytes"_a)
       .def("set_island", &PyDeviceQueue::SetIsland, "functions"_a, "handle"_a, "place"_a, "members"_a)
       .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a, "count"_a,
-           "proxy"_a.none() = nb::none())
+           "proxy"_a.none() = nb::none(), "near"_a = false)
       .def("set_capture", &PyDeviceQueue::SetCapture, nb::kw_only(), "kernels"_a, "streams"_a, "staging"_a, "words"_a,
            "seen"_a)
       .def("drop_capture", &PyDeviceQueue::DropCapture)

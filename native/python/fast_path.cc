@@ -15,6 +15,7 @@
 
 #include "base/types.h"
 #include "python/call_words.h"
+#include "python/piece_rows.h"
 
 namespace nb = nanobind;
 
@@ -247,6 +248,8 @@ void BindFastPath(nb::module_& m) {
   g_method_type = nb::object(nb::module_::import_("types").attr("MethodType")).release().ptr();
   nb::object type = nb::steal(PyType_FromSpec(&g_spec));
   if (!type.is_valid()) nb::raise_python_error();
+  using namespace nb::literals;
+  m.def("piece_rows", &PieceRows, "here"_a, "there"_a, "length"_a, "here_count"_a, "there_count"_a, "itemsize"_a);
   m.def("fast_path", [type](int collective) {
     return nb::cpp_function([type, collective](nb::handle function) { return Make(type, collective, function); });
   });

@@ -70,11 +70,11 @@ class PyDeviceQueue {
       : driver_(MakeDriver(vendor, functions)),
         queue_(driver_, Streams(streams), As<std::byte*>(staging), slot_bytes) {}
 
-  std::uint16_t AddEdge(Address slots, Address ready, Address credit, unsigned count,
-                        std::shared_ptr<ProxyEdge> proxy) {
+  std::uint16_t AddEdge(Address slots, Address ready, Address credit, unsigned count, std::shared_ptr<ProxyEdge> proxy,
+                        bool near) {
     nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
-    return queue_.AddEdge({SlotsAt(slots, ready, credit, queue_.slot_bytes(), count), std::move(proxy)});
+    return queue_.AddEdge({SlotsAt(slots, ready, credit, queue_.slot_bytes(), count), std::move(proxy), near});
   }
 
   void SetIsland(const DriverFunctions& functions, Address handle, int place, int members) {
@@ -127,8 +127,8 @@ class PyDeviceQueue {
     const bool apart = !sends.empty() || !recvs.empty();
     if (apart) program.Part(sends, recvs);
     if (!kernels.empty()) program.LeadWithMessages();
-    auto recipe = std::make_shared<CaptureRecipe>(
-        CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends), std::move(recvs), !kernels.empty()});
+    auto recipe = std::make_shared<CaptureRecipe>(CaptureRecipe{std::move(bound), edges, program.near, levels, lag,
+                                                                std::move(sends), std::move(recvs), !kernels.empty()});
     auto shape =
         std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale), ItemSize(type),
                                                   divisor, LocalOf(local), p2p, CodecOf(codec), std::move(recipe)});

@@ -30,12 +30,18 @@ inline void BindWindows(nb::class_<PyEngine>& engine) {
           "window"_a, "address"_a, "nbytes"_a, "signals"_a, "device"_a = false, Free())
       .def(
           "see_window",
-          [](PyEngine& e, std::uint32_t id, int peer, std::uintptr_t address, std::size_t nbytes, bool seen) {
+          [](PyEngine& e, std::uint32_t id, int peer, std::uintptr_t address, std::size_t nbytes) {
             e.engine().AskWindows([&](Windows& windows) {
-              windows.See(id, peer, {reinterpret_cast<const std::byte*>(address), nbytes}, seen);
+              windows.See(id, peer, {reinterpret_cast<const std::byte*>(address), nbytes});
             });
           },
-          "window"_a, "peer"_a, "address"_a, "nbytes"_a, "seen"_a, Free())
+          "window"_a, "peer"_a, "address"_a, "nbytes"_a, Free())
+      .def(
+          "window_is_seen",
+          [](PyEngine& e, std::uint32_t id, int peer) {
+            e.engine().AskWindows([&](Windows& windows) { windows.IsSeen(id, peer); });
+          },
+          "window"_a, "peer"_a, Free())
       .def(
           "use_copier",
           [](PyEngine& e, const PyCopier& copier, std::uintptr_t pinned, std::size_t nbytes) {
@@ -69,7 +75,7 @@ inline void BindWindows(nb::class_<PyEngine>& engine) {
           [](PyEngine& e, std::uint32_t id) { e.engine().AskWindows([&](Windows& windows) { windows.Close(id); }); },
           Free())
       .def("transfer", &PyEngine::Transfer, "gets"_a, "window"_a, "peer"_a, "address"_a, "pieces"_a, "signal"_a,
-           "device"_a = false, "after"_a = nb::none())
+           "device"_a = false, "after"_a = nb::none(), "own"_a = nb::none())
       .def("expect",
            [](PyEngine& e, std::uint32_t id, std::size_t index, std::uint64_t value) {
              return Ticket{e.engine().AskWindows([&](Windows& windows) { return windows.Expect(id, index, value); })};

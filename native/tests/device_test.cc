@@ -1,7 +1,11 @@
 // Plans on the streams of GPUs that share a host.
 
+#include <algorithm>
+#include <cstring>
+#include <deque>
 #include <numeric>
 
+#include "gpu/copier.h"
 #include "gpus.h"
 
 namespace hetcoll::testing {
@@ -35,6 +39,58 @@ void SignalsOfPrograms() {
   SignalLanes(gpus, 1, false, false, true, "messages have one for each direction");
   SignalLanes(gpus, 1, true, true, true, "captured calls have one for each direction");
   SignalLanes(gpus, 2, true, false, true, "what goes between hosts has one for each direction");
+}
+
+// Moves come out as they went in, long ones in parts; and no row is written before what reads it has ended.
+void TablesOfMoves() {
+  std::minstd_rand random(3);
+  for (const std::size_t size : {100, 1000, 5000}) {
+    std::vector<Move> room(size);
+    MoveTable table;
+    table.Use(room);
+    struct Launch {
+      std::uint64_t mark;
+      std::span<const Move> rows;
+      std::vector<Move> were;
+    };
+    std::deque<Launch> under_way;
+    std::uint64_t marks = 0;
+    std::size_t added = 0, full = 0;
+    for (int turn = 0; turn < 2000; ++turn) {
+      std::vector<Move> moves;
+      for (std::size_t n = 1 + random() % 200; n > 0; --n) {
+        const std::size_t nbytes = 1 + random() % (random() % 8 == 0 ? 900'000 : 3000);
+        moves.push_back({reinterpret_cast<void*>(std::uintptr_t{random()} << 20),
+                         reinterpret_cast<const void*>(std::uintptr_t{random()} << 20), nbytes});
+      }
+      const auto [rows, moved] = table.Add(moves);
+      CHECK((moved == 0) == rows.empty(), "rows of %zu moves", moved);
+      std::size_t row = 0;
+      for (const Move& move : std::span(moves).first(moved)) {
+        std::size_t at = 0;
+        for (; at < move.n; at += rows[row++].n) {
+          CHECK(row < rows.size() && static_cast<std::byte*>(move.dst) + at == rows[row].dst &&
+                    static_cast<const std::byte*>(move.src) + at == rows[row].src && rows[row].n <= 65536,
+                "row %zu of %zu", row, rows.size());
+        }
+        CHECK(at == move.n, "%zu bytes of %zu", at, move.n);
+      }
+      CHECK(row == rows.size(), "more rows than moves have");
+      added += moved;
+      full += moved < moves.size();
+      if (moved > 0) under_way.push_back({marks + 1, rows, {rows.begin(), rows.end()}});
+      if (random() % 3 == 0) table.Mark(++marks);
+      if (random() % 5 == 0 && marks > 0) {
+        const std::uint64_t passed = under_way.empty() ? marks : std::min(marks, under_way.front().mark + random() % 3);
+        for (; !under_way.empty() && under_way.front().mark <= passed; under_way.pop_front()) {
+          const Launch& launch = under_way.front();
+          CHECK(std::memcmp(launch.rows.data(), launch.were.data(), launch.rows.size_bytes()) == 0, "written over");
+        }
+        table.Pass(passed);
+      }
+    }
+    CHECK(added > size && full > 0, "it went round, and was full: %zu, %zu", added, full);
+  }
 }
 
 void GpusOfOneHost() {

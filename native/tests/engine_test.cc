@@ -103,6 +103,9 @@ void OneSidedOfDevices();
 void ClosingDevices();
 void ClosingSeenWindows();
 void SlowDevices();
+void PutsBehindEachOther();
+void UnlikeWindows();
+void TablesOfMoves();
 void GatedTransfers();
 void FailingDevices();
 void LeavingWindows();
@@ -496,6 +499,9 @@ constexpr Scenario kScenarios[] = {
     {"windows of devices: closed", ClosingDevices},
     {"windows of devices that see each other: closed", ClosingSeenWindows},
     {"windows of slow devices", SlowDevices},
+    {"puts behind each other", PutsBehindEachOther},
+    {"windows of unlike numbers", UnlikeWindows},
+    {"tables of moves", TablesOfMoves},
     {"windows of devices: streams", GatedTransfers},
     {"windows of devices: failed", FailingDevices},
     {"windows: left", LeavingWindows},

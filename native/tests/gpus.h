@@ -33,6 +33,7 @@ class ThreadDriver final : public Driver {
   void Copy(void* dst, const void* src, std::size_t n, DeviceStream s) override {
     On(s, [=] { std::memcpy(dst, src, n); });
   }
+  void CopyByEngine(void* dst, const void* src, std::size_t n, DeviceStream s) override { Copy(dst, src, n, s); }
   void Launch(DeviceFunction function, unsigned, unsigned, void** params, DeviceStream s) override {
     const auto dst = *static_cast<std::byte**>(params[0]);
     const auto a = *static_cast<const std::byte**>(params[1]);
@@ -223,7 +224,8 @@ struct Gpus {
       const Slots slots = SlotsOf(rank, src, dst, channel);
       const bool out = rank == src;
       auto edge = Apart(src, dst) ? proxies[r]->AddEdge(out ? dst : src, channel, out, slots) : nullptr;
-      found->second = queues[r]->AddEdge({slots, std::move(edge)});
+      const bool near = !Apart(src, dst) && (src + dst + channel) % 2 == 1;
+      found->second = queues[r]->AddEdge({slots, std::move(edge), near});
     }
     return found->second;
   }

@@ -83,8 +83,8 @@ void SeeEachOther(Job& job, std::vector<Bytes>& windows, const std::vector<int>&
       if (peer == rank) continue;
       const Bytes& theirs = windows[static_cast<std::size_t>(peer)];
       job.engine(rank).AskWindows([&](auto& w) {
-        w.See(kWindow, peer, {FakeCopier::Far(theirs.data()), theirs.size()}, true);
-        return true;
+        w.See(kWindow, peer, {FakeCopier::Far(theirs.data()), theirs.size()});
+        w.IsSeen(kWindow, peer);
       });
     }
   }
@@ -267,6 +267,73 @@ void SlowDevices() {
   CHECK(looks > 0 && Wait(job.engine(1), put), "a put that the owner reads");
   CHECK(Wait(job.engine(1), Get(job.engine(1), 0, got, {{0, 0, 4096}}, {true, nullptr})), "a get that is read");
   CHECK(got == windows[0], "what was got");
+}
+
+// The next put is begun while a device still copies the one before.
+void PutsBehindEachOther() {
+  std::vector<Device> made;  // outlive the engines
+  Job job({.size = 2});
+  std::vector<Bytes> windows{Pattern(4096, 1), Pattern(4096, 2)};
+  for (int r = 0; r < 2; ++r) {
+    made.push_back(UseDevice(job.engine(r), std::size_t{64} << 10, 0, std::chrono::milliseconds(100)));
+    Serve(job.engine(r), windows[static_cast<std::size_t>(r)], 1, true);
+  }
+  SeeEachOther(job, windows, {0, 1});
+  const Bytes before = windows[1];
+  std::vector<std::shared_ptr<Transfer>> puts;
+  for (const std::uint64_t at : {0, 1000, 2000}) {
+    puts.push_back(PutFrom(job.engine(1), 0, FakeCopier::Far(windows[1].data()), {{at, at, 1000}}, 0));
+  }
+  std::uint64_t begun = 0;
+  while (job.engine(0).AskWindows([](auto& w) { return w.Signal(kWindow, 0); }) == 0) {
+    begun = std::max(begun, job.engine(0).AskWindows([](auto& w) { return w.counts().direct; }));
+    std::this_thread::yield();
+  }
+  CHECK(begun == 3000, "%zu bytes of 3000 were begun before the first copy had ended", std::size_t{begun});
+  for (const auto& put : puts) CHECK(Wait(job.engine(1), put), "put");
+  CHECK(std::equal(before.begin(), before.begin() + 3000, windows[0].begin()), "what was put");
+}
+
+// A put out of a window that has another number than the one that it goes to, and a get of one that this rank has not.
+void UnlikeWindows() {
+  constexpr std::uint32_t kOwn = 7, kFar = 11;
+  std::vector<Device> made;  // outlive the engines
+  Job job({.size = 2});
+  std::vector<Bytes> windows{Pattern(4096, 1), Pattern(4096, 2)};
+  for (int r = 0; r < 2; ++r) {
+    made.push_back(UseDevice(job.engine(r), std::size_t{64} << 10));
+    job.engine(r).AskWindows([&](auto& w) {
+      w.Add(r == 0 ? kFar : kOwn, FakeCopier::Far(windows[static_cast<std::size_t>(r)].data()), 4096, 1, true);
+    });
+  }
+  Engine &owner = job.engine(0), &other = job.engine(1);
+  const Bytes theirs = windows[0], mine = windows[1];
+  const auto put = [&](std::uint64_t at) {
+    const std::vector<Piece> pieces{{at, at, 100}};
+    return other.AskWindows(
+        [&](auto& w) { return w.Put(kFar, 0, FakeCopier::Far(windows[1].data()), pieces, 0, {true, nullptr, kOwn}); });
+  };
+  const auto direct = [&] { return owner.AskWindows([](auto& w) { return w.counts().direct; }); };
+  CHECK(Wait(other, put(0)) && direct() == 0, "through the host");
+  owner.AskWindows([&](auto& w) { w.See(kOwn, 1, {FakeCopier::Far(windows[1].data()), 4096}); });
+  other.AskWindows([&](auto& w) { w.IsSeen(kOwn, 0); });
+  CHECK(Wait(other, put(100)) && direct() == 100, "from one device to the other");
+  Bytes got(4096);
+  const std::vector<Piece> pieces{{50, 1000, 500}};
+  const auto get = [&] {
+    return other.AskWindows([&](auto& w) { return w.Get(kFar, 0, FakeCopier::Far(got.data()), pieces, {true}); });
+  };
+  CHECK(Wait(other, get()) && direct() == 100, "got through the host");
+  other.AskWindows([&](auto& w) { w.See(kFar, 0, {FakeCopier::Far(windows[0].data()), 4096}); });
+  CHECK(Wait(other, get()) && direct() == 600, "got from one device to the other");
+  CHECK(std::equal(got.begin() + 50, got.begin() + 550, theirs.begin() + 1000), "what was got");
+  CHECK(std::equal(mine.begin(), mine.begin() + 200, windows[0].begin()), "what was put");
+  // Who is told to read what it does not see any more says so, and goes on.
+  owner.AskWindows([&](auto& w) { w.See(kOwn, 1, {}); });
+  const auto unseen = put(200);
+  CHECK(!Wait(other, unseen) && unseen->refused == static_cast<int>(Refusal::kOutside), "unseen: %d", unseen->refused);
+  CHECK(std::equal(theirs.begin() + 200, theirs.end(), windows[0].begin() + 200), "written");
+  CHECK(!owner.failed() && !other.failed(), "both go on");
 }
 
 // A window is closed while a device reads it or writes it, by either rank.

@@ -190,8 +190,9 @@ class Copier:
     def after(self, stream: int) -> Gate | None:
         """What is on `stream` now; None where that is done. Fault where it is captured."""
 
-    def use_kernel(self, kernel: int) -> None:
-        """Many short pieces from other GPUs are copied by this one (devices/kernels/pieces.h) from now on."""
+    def use_kernels(self, few: int, many: int, table: int, rows: int) -> None:
+        """Short pieces from other GPUs are copied by these (devices/kernels/pieces.h) from now on: by `many`, where a
+        table of so many rows in pinned memory has room."""
 
     def failure(self) -> str:
         """What the device has failed with, or nothing."""
@@ -212,7 +213,9 @@ class DeviceQueue:
         slot_bytes: int,
     ) -> None: ...
     def set_island(self, functions: Mapping[str, int], handle: int, place: int, members: int) -> None: ...
-    def add_edge(self, slots: int, ready: int, credit: int, count: int, proxy: ProxyEdge | None = None) -> int: ...
+    def add_edge(
+        self, slots: int, ready: int, credit: int, count: int, proxy: ProxyEdge | None = None, near: bool = False
+    ) -> int: ...
     def set_capture(
         self, *, kernels: Mapping[str, int], streams: Sequence[int], staging: int, words: int, seen: int
     ) -> None: ...
@@ -347,7 +350,12 @@ class Engine(_Verbs):
     def use_copier(self, copier: Copier, pinned: int, nbytes: int) -> None:
         """Before memory of a GPU: what copies it, through this pinned memory."""
 
-    def see_window(self, window: int, peer: int, address: int, nbytes: int, seen: bool) -> None: ...
+    def see_window(self, window: int, peer: int, address: int, nbytes: int) -> None:
+        """Where this rank's GPU sees that window of the peer; of 0 bytes: not any more."""
+
+    def window_is_seen(self, window: int, peer: int) -> None:
+        """The peer's GPU sees this window of this rank."""
+
     def add_window(self, window: int, address: int, nbytes: int, signals: int, device: bool = False) -> None: ...
     def place_window(self, window: int, peer: int) -> None:
         """That rank's part of it is registered for RDMA."""
@@ -372,9 +380,11 @@ class Engine(_Verbs):
         signal: int,
         device: bool = False,
         after: Gate | None = None,
+        own: int | None = None,
     ) -> Ticket:
         """`pieces` is rows of three 64-bit integers, in bytes: offset here, offset in the window, length. `device`:
-        what is at `address` is a GPU's, and not touched before `after`."""
+        what is at `address` is a GPU's, and not touched before `after`; `own`: and a part of this window of this rank,
+        where that has another number than the peer's."""
 
     def expect(self, window: int, signal: int, value: int) -> Ticket: ...
     def signal(self, window: int, signal: int) -> int: ...
@@ -509,6 +519,11 @@ def know_dtype(dtype: Any, number: int) -> None: ...
 def know_arrays(probe: Any) -> bool: ...
 def know_tensor_type(type: type) -> bool: ...
 def read_gpu_tensor(object: Any) -> tuple[int, int, int, int, int, int] | None: ...
+def piece_rows(
+    here: Any, there: Any, length: Any, here_count: int, there_count: int, itemsize: int
+) -> tuple[Any, int] | None:
+    """What `runtime.offsets.pieces` says, of ints and NumPy's arrays of int64; None where that is an error, too."""
+
 def verbs_library() -> str:
     """Nothing, or why libibverbs cannot be used."""
 

@@ -154,11 +154,16 @@ def test_what_a_page_does_not_show_is_kept_beside_it(tmp_path: Path) -> None:
 
 def test_table_of_gpus() -> None:
     setting = next(each for each in gpus.settings(2) if each.title == "islands 0|1")
+    product = {"alone": 100.0, "beside": 125.0, "call": 10.0, "call_beside": 20.0}
     found = [
         ("allreduce", 8, {"hetcoll": {"us": 5.0}, "NCCL without P2P": {"us": 10.0}}),
         ("allreduce", 1 << 20, {"hetcoll": {"us": 50.0}, "NCCL without P2P": {"us": 60.0}, gpus.COPIES: {"us": 40.0}}),
         ("sendrecv", 8, {"hetcoll": {"us": 20.0}, "NCCL without P2P": {"us": 10.0}}),
-        ("product", 1 << 20, {"hetcoll": {"alone": 100.0, "beside": 102.0}}),
+        (
+            "product allgather",
+            1 << 20,
+            {"hetcoll": product},
+        ),
         ("nothing", 0, {"hetcoll": {"us": 5.0, "sync": 12.0}}),
     ]
     assert gpus.markdown(setting, found).splitlines() == [
@@ -172,8 +177,8 @@ def test_table_of_gpus() -> None:
         "| sendrecv | us | 20 |  |",
         "|  | times NCCL without P2P | 0.50 |  |",
         "",
-        "All-reduces of 1 MiB beside products of 8192 x 8192 matrices in bfloat16 make these slower by: "
-        "hetcoll 2.0 % (100 to 102 us).",
+        "Calls of allgather with 1 MiB beside products of 8192 x 8192 matrices in bfloat16 make these slower by: "
+        "hetcoll 25.0 % (100 to 125 us; a call 10 us alone, 20 beside, 4 taken from products).",
         "",
         "An empty kernel, by the driver's C function: 5.0 us, 12.0 with a wait.",
     ]

@@ -145,6 +145,15 @@ def test_the_same_program_over_nixl() -> None:
         ranks.kill_all()
 
 
+def one_agent_after_another(comm: hetcoll.Communicator) -> None:
+    for _ in range(2):
+        with_hetcoll(comm)
+
+
+def test_one_agent_after_another(pool: Pool) -> None:
+    pool(2).run(one_agent_after_another)
+
+
 def later(comm: hetcoll.Communicator) -> None:
     """Memory that comes and goes, one agent for itself; messages that are longer and more than the ring; mistakes."""
     config = nixl_agent_config(comm=comm)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import unittest.mock
+from pathlib import Path
 from typing import Any
 
+import fakes
 import numpy as np
 import pytest
 from gpu_kinds import Own, device_of, has_gpu
-from ranks import Ranks, wait_until
+from ranks import Ranks, close_all, wait_until
 from thorough import parametrize
 
 import hetcoll
@@ -297,3 +301,48 @@ def leave_while_reading(comm: hetcoll.Communicator) -> float:
 @pytest.mark.parametrize("kinds", ["nn", "aa"])
 def test_a_rank_that_leaves_while_it_reads(placed: Any, kinds: str) -> None:
     assert placed(kinds, HETCOLL_TIMEOUT="60").run(leave_while_reading, timeout=90)[0] < 30
+
+
+def calls_of(path: str, name: str) -> int:
+    """How often this process has called that function of the driver."""
+    with open(path) as log:
+        return sum(line.split()[::2] == [str(os.getpid()), name] for line in log)
+
+
+def few_calls(comm: hetcoll.Communicator, log: str) -> tuple[int, int]:
+    """Calls of Python's for the second of two puts of 512 pieces, and the receiving GPU's launches for both."""
+    piece, count = 64, 512
+    mine = Own(comm, np.zeros(piece * count, np.uint8))
+    at = np.random.default_rng(1).permutation(count) * piece
+    calls = 0
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with comm.window(mine.array) as window:
+        before = calls_of(log, "cuLaunchKernel")
+        for turn in (1, 2):
+            comm.barrier()
+            if comm.rank == 0:
+                sys.setprofile(look if turn == 2 else None)
+                window.put(mine.array, 1, at[::-1].copy(), src_offset=at, count=piece, signal=0)
+                sys.setprofile(None)
+            else:
+                window.wait_signal(0, turn)
+        launches = calls_of(log, "cuLaunchKernel") - before
+        comm.barrier()
+    return calls, launches
+
+
+@pytest.mark.fakes
+def test_a_put_of_many_pieces_takes_few_calls(tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+    environment = {**fakes.environments(["cuda"] * 2, 2, log=log), "HETCOLL_DEVICE": "cuda"}
+    ranks = Ranks(2, environment, tidy=False)  # the log stays open
+    try:
+        (calls, _), (_, launches) = ranks.run(few_calls, log)
+    finally:
+        close_all([ranks])
+    assert 0 < calls <= 32
+    assert launches == 2

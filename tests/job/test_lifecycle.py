@@ -111,10 +111,11 @@ print(*sorted(name for name in set(sys.modules) - before if not name.startswith(
 """
 
 STANDARD = {
-    "array", "atexit", "base64", "binascii", "copy", "dataclasses", "errno", "fcntl", "hashlib", "hmac", "ipaddress",
-    "json", "logging", "resource", "select", "selectors", "socket", "string", "threading", "traceback", "zlib",
+    "array", "atexit", "base64", "binascii", "copy", "ctypes", "dataclasses", "errno", "fcntl", "hashlib", "hmac",
+    "ipaddress", "json", "logging", "resource", "select", "selectors", "socket", "string", "threading", "traceback",
+    "zlib",
 }  # fmt: skip
-"""What the library needs of Python's own, beside what NumPy loads."""
+"""What the library needs of Python's own, beside what NumPy loads. Of ctypes Python 3.14 loads a part later."""
 
 LATER = (
     "cli", "gpu.cpu_rank", "gpu.edges", "gpu.executor", "gpu.path_probe", "gpu.plans", "gpu.proxy", "gpu.shared",

@@ -233,11 +233,24 @@ def test_a_way_that_is_not_there_is_told_to_all_ranks_at_init() -> None:
 
 
 @pytest.mark.parametrize(
-    ("islands", "mib"), [("0|1", 4), ("0,1|2,3", 2), ("0,1,2|3", 4), ("0|1|2,3", 2), ("0|1|2|3", 2), ("0,1,2,3", 4)]
+    ("islands", "mib", "near"),
+    [
+        ("0|1", 4, 4),
+        ("0,1|2,3", 2, 2),
+        ("0,1,2|3", 4, 4),
+        ("0|1|2,3", 2, 2),
+        ("0|1|2|3", 2, 2),
+        ("0,1,2,3", 4, 4),
+        ("0,1", 4, 8),
+        ("0,1,2,3,4,5,6,7", 4, 2),
+    ],
 )
-def test_slots_are_as_large_as_the_cache_allows(islands: str, mib: int) -> None:
+def test_slots_are_as_large_as_the_cache_allows(islands: str, mib: int, near: int) -> None:
+    """Those on GPUs, as large as the ranks of one island share some memory."""
     size = islands.count(",") + islands.count("|") + 1
-    assert slot_bytes(Topology(ranks(*["cuda"] * size), asked=parse(islands))) == mib << 20
+    topology = Topology(ranks(*["cuda"] * size), asked=parse(islands))
+    assert slot_bytes(topology) == mib << 20
+    assert slot_bytes(topology, near=True) == near << 20
 
 
 def test_the_cores_of_a_host_are_shared_by_its_ranks() -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _PAUSE = 100e-6  # seconds between looks at a GPU
+_DEFAULT_STREAM = 0  # on which work on these arrays is, where a call names none
 
 
 class Residual:
@@ -55,6 +56,8 @@ class DeviceArray:
     def __init__(self, device: Device, shape: int | Sequence[int], dtype: Any = "float32") -> None:
         self.device = device
         self.dtype: np.dtype[Any] = element_type(dtype)
+        self._element = DType[self.dtype.name.upper()]
+        self._kind = "cuda" if device.vendor == "cuda" else "rocm"
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
@@ -93,9 +96,8 @@ class DeviceArray:
         count = self.size - start if count is None else count
         if start < 0 or count < 0 or start + count > self.size:
             raise ArgumentError(f"wanted elements within {self.size}, got {count} from {start} on")
-        dtype = DType[self.dtype.name.upper()]
-        kind = "cuda" if self.device.vendor == "cuda" else "rocm"
-        return Buffer(self.ptr + start * self.dtype.itemsize, count, dtype, self, kind, self.device.index)
+        at = self.ptr + start * self.dtype.itemsize
+        return Buffer(at, count, self._element, self, self._kind, self.device.index, _DEFAULT_STREAM)
 
     def __hetcoll_buffer__(self) -> Buffer:
         return self.buffer()

@@ -22,7 +22,7 @@ from ..calls.buffers import Buffer
 from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..runtime.executor import Shared
 from ..vendors.devices.base import URGENT
-from ..vendors.devices.kernels.source import PIECES
+from ..vendors.devices.kernels.source import PIECES, PIECES_OF_TABLE
 from ..vendors.devices.signals import signal_kernels
 from . import streams
 
@@ -35,6 +35,7 @@ _PAGE = 4096
 _STAGED = 4 << 20  # bytes each way: they stay in the last-level cache
 _LEAST_STAGED = 128 << 10  # of a FIFO, of which there are two for each rank
 _PAUSE = 100e-6  # seconds between looks at streams
+_ROWS, _ROW = 16384, 24  # of the table of pieces that a kernel reads; bytes of one, `Move` of native/base/copier.h
 _SAMPLE = 4096  # bytes that who opens memory reads first
 
 
@@ -68,6 +69,11 @@ class Copies:
             engine.use_copier(self._copier, pinned + _PAGE, staged)
             self._undo = undo.pop_all()
         self.pinned = _PAGE + staged
+
+    @property
+    def vendor(self) -> str:
+        """Of the GPU."""
+        return self._device.vendor
 
     def check(self, buffer: Buffer, name: str) -> None:
         """BufferTypeError for memory that is another GPU's."""
@@ -109,8 +115,9 @@ class Copies:
         with device.active():
             try:
                 if rank not in self._right:
+                    if not self._right:
+                        self._use_kernels()
                     self._right[rank] = self._reads(shared.sample, _sample(rank))
-                    self._use_kernel()
                 if self._right[rank]:
                     return self._mapped(shared.memory) + shared.offset
                 log.warning("%s reads wrong bytes from rank %d's: pieces go through the host", device.name, rank)
@@ -130,10 +137,14 @@ class Copies:
             device.copy(ctypes.addressof(words), here, _SAMPLE)
         return words.raw == wanted
 
-    def _use_kernel(self) -> None:
-        """Copy engines take some microseconds for each piece: where the device can compile it, a kernel has many."""
+    def _use_kernels(self) -> None:
+        """Copy engines take some microseconds for each piece: where the device can compile them, kernels have many."""
         try:
-            self._copier.use_kernel(self._device.kernels().function(PIECES))
+            few, many = (self._device.kernels().function(name) for name in (PIECES, PIECES_OF_TABLE))
+            table = self._device.allocate_host(_ROWS * _ROW)
+            self._undo.callback(self._device.free_host, table)
+            self.pinned += _ROWS * _ROW
+            self._copier.use_kernels(few, many, table, _ROWS)
         except DeviceError as error:
             log.warning("%s has no kernel for pieces, copy engines move them: %s", self._device.name, error)
 

@@ -8,6 +8,7 @@ import hetcoll._native as _native
 
 from ..links.wiring import Check, Wiring
 from ..plan.ir import Op, Plan
+from .near import NearSlots
 from .proxy import Proxies
 from .shared import GpuShare
 from .slots import SLOTS
@@ -17,8 +18,8 @@ Prepare = Callable[[Callable[[Check], None], float], None]
 
 
 class GpuEdges:
-    """Edges of `queue`, made when a plan first uses them. `prepare` watches over the connecting of those that are far
-    away, each of which takes at most `timeout` seconds."""
+    """Edges of `queue`, made when a plan first uses them, with slots of `near` where it has them. `prepare` watches
+    over the connecting of those that are far away, each of which takes at most `timeout` seconds."""
 
     def __init__(
         self,
@@ -26,11 +27,12 @@ class GpuEdges:
         queue: _native.DeviceQueue,
         share: GpuShare,
         proxies: Proxies,
+        near: NearSlots | None,
         prepare: Prepare,
         timeout: float,
     ) -> None:
         self._wiring, self._queue, self._segment, self._proxies = wiring, queue, share.segment, proxies
-        self._share = share
+        self._share, self._near = share, near
         self._prepare, self._timeout, self._gpus = prepare, timeout, share.gpus
         self._here = share.here
         self._numbers: dict[tuple[int, int, int], int] = {}
@@ -58,10 +60,16 @@ class GpuEdges:
         key = (self._here, other, channel) if out else (other, self._here, channel)
         found = self._numbers.get(key)
         if found is None:
-            edge = self._segment.edge(*key)
-            found = self._numbers[key] = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS)
+            near = self._near_slots(key)
+            edge = self._segment.edge(*key, slots=near)
+            found = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS, near=near != 0)
+            self._numbers[key] = found
             self._peers[found] = peer
         return found
+
+    def _near_slots(self, key: tuple[int, int, int], *, captured: bool = False) -> int:
+        """See `NearSlots.at`."""
+        return 0 if self._near is None else self._near.at(*key, captured=captured)
 
     def why_not_captured(self, numbers: Sequence[int] | None) -> str | None:
         """Why what goes over these edges cannot be part of a graph; None where it can. `numbers` are those of messages
@@ -81,7 +89,7 @@ class GpuEdges:
         """See to it that captured programs have edges in place of these."""
         for key, number in self._numbers.items():
             if number in numbers and number not in self._captured:
-                edge = self._segment.edge(*key, captured=True)
+                edge = self._segment.edge(*key, captured=True, slots=self._near_slots(key, captured=True))
                 self._queue.add_capture_edge(number, edge.slots, edge.ready, edge.credit, SLOTS)
                 self._captured.add(number)
 
@@ -90,7 +98,10 @@ class GpuEdges:
         why = self._share.why(peer)
         if self.far(peer):
             return f"{self._proxies.describe_way(peer)} ({why})"
+        if self._near is not None and peer not in self._near.why_not:
+            return f"through slots in the receiving GPU's memory ({why})"
         both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
+        why += f"; not in the GPU's: {self._near.why_not[peer]}" if self._near is not None else ""
         return f"through slots in the host's memory that {both} ({why})"
 
     def describe_all(self, islands: GpuIslands) -> list[str]:

@@ -37,6 +37,7 @@ from .direct import why_not_direct
 from .edges import GpuEdges, Prepare
 from .graphs import GpuGraphs
 from .message_kernel import MessageKernel
+from .near import NearSlots
 from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
 from .plans import DeviceBinder, GpuPlans
@@ -81,7 +82,7 @@ class GpuExecutor:
         self._undo = contextlib.ExitStack()
         with device.active(), contextlib.ExitStack() as undo:
             no_direct = why_not_direct(wiring, device)
-            share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, timeout)
+            share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, timeout, planner.names_any)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
             streams = [device.stream(URGENT) for _ in range(_native.DEVICE_LANES)]
@@ -105,13 +106,14 @@ class GpuExecutor:
             island = self._islands.island
             if island is not None:
                 self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
-            self._float8 = None
             self.two_kinds = float8.two_kinds(share.gpus)
-            if self.two_kinds:
-                self._float8 = float8.OnGpu(device)
+            self._float8 = float8.OnGpu(device) if self.two_kinds else None
+            if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            self._edges = GpuEdges(wiring, self._queue, share, self._proxies, prepare, timeout)
+            named = self._islands.whole and planner.names_any
+            near = NearSlots(device, share, meet, undo) if named else None
+            self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, timeout)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
             self._plans = GpuPlans(

@@ -105,7 +105,7 @@ class GpuPlans(Generic[S]):
         """A collective."""
         if call.collective is Collective.ALLTOALLV:
             return self._alltoallv(call, (call.send_table, call.recv_table))
-        if call.collective is Collective.ALLTOALL and self._islands.whole:
+        if call.collective is Collective.ALLTOALL and self._islands.whole and not self._named(call.collective):
             each = [r * (call.send_count // self._size) for r in range(self._size + 1)]
             return self._put_aside(call, each) if call.in_place else self._alltoallv(call, (each, each))
         item = call.dtype.itemsize
@@ -140,8 +140,8 @@ class GpuPlans(Generic[S]):
     def _alltoallv(self, call: Call, tables: Iterable[Sequence[int]]) -> S:
         """Each pair of ranks knows its own count, so the pieces are theirs, too."""
         sends, recvs = ([(peer, b - a) for peer, (a, b) in enumerate(pairwise(table))] for table in tables)
-        mates = self._mates if self._islands.island is not None else ()
-        return self.messages(call.dtype, sends, recvs, mates, call)
+        by_library = self._islands.island is not None and not self._named(call.collective)
+        return self.messages(call.dtype, sends, recvs, self._mates if by_library else (), call)
 
     def _put_aside(self, call: Call, table: Sequence[int]) -> S:
         """An all-to-all in place inside one island: all that is sent is copied first, then sent from there.
@@ -232,7 +232,7 @@ class GpuPlans(Generic[S]):
         """Which algorithm runs a call."""
         if call.compress:
             return ISLANDS[call.collective.plain]
-        return self._planner.on_gpus(call.collective, call.nbytes, islands, self._library)
+        return self._planner.on_gpus(call.collective, call.nbytes, islands)
 
     def _base(self, call: Call, islands: Islands, entry: Algorithm) -> tuple[list[Plan], Alike]:
         """The plans that the order of this rank's steps follows from, and whose they are."""
@@ -249,11 +249,15 @@ class GpuPlans(Generic[S]):
         return [entry.build(self._size, r, **how) for r in alike.ranks], alike
 
     def _serving(self, collective: Collective, dtype: DType, op: ReduceOp) -> tuple[Islands, Native | None]:
-        """The islands of a call, and how their libraries reduce. These promise no order: where there is to be one,
-        every rank is an island."""
-        if self._planner.ordered and collective in REDUCING:
+        """The islands of a call, and how their libraries reduce. These promise no order, and have algorithms of their
+        own: where there is to be another one, every rank is an island."""
+        if (self._planner.ordered and collective in REDUCING) or self._named(collective):
             return self._islands.alone, None
         return self._islands.serving(collective, dtype, op)
+
+    def _named(self, collective: Collective) -> bool:
+        """Whether HETCOLL_ALGO takes it from the library that serves all ranks."""
+        return self._islands.whole and not self._planner.chooses_freely(collective)
 
     def _logical(self, call: Call) -> bool:
         return call.op in LOGICAL and self._size == 1
@@ -265,8 +269,8 @@ class GpuPlans(Generic[S]):
         if collective in (Collective.P2P, Collective.ALLTOALLV):
             name, islands = "a message for each pair", self._islands.alone
         else:
-            islands, _ = self._serving(collective.plain, DType.FLOAT32, ReduceOp.SUM)
-            name = self._planner.on_gpus(collective, nbytes, islands, self._library).name
+            islands, _ = self._serving(collective, DType.FLOAT32, ReduceOp.SUM)
+            name = self._planner.on_gpus(collective, nbytes, islands).name
         if self._size > 1 and len(islands) == 1:
             return f"one call of {self._library}"
         if self._planner.ordered and collective in REDUCING:

@@ -36,7 +36,8 @@ _FLOAT8 = re.compile(r"float8_\w+")
 
 
 class GpuShare:
-    """One rank's part in it. `device` is its GPU, None on a rank without; `no_direct` as `gpu_facts.Gpu` has it.
+    """One rank's part in it. `device` is its GPU, None on a rank without; `no_direct` as `gpu_facts.Gpu` has it, `near`
+    as `slot_bytes` has it.
 
     Making it is collective over all ranks. `close` it when nothing uses the slots any more.
     """
@@ -49,6 +50,7 @@ class GpuShare:
         no_direct: str,
         meet: Meet,
         timeout: float,
+        near: bool = False,
     ) -> None:
         self._wiring, self._diagnosis = wiring, diagnosis
         self.rank, self.locals, self.here = wiring.rank, wiring.locals, wiring.locals.index(wiring.rank)
@@ -61,7 +63,7 @@ class GpuShare:
         self.topology = topology.with_ports([gpu.ports for gpu in self.gpus])
         self._failed: dict[Pair, str] = {}
         self.tried: Collection[Pair] = ()  # ways that carried known bytes, and are used
-        self.slot_bytes = slot_bytes(self.topology)
+        self.slot_bytes = slot_bytes(self.topology, near=near)
         self.segment = self._segment(device, timeout)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks

@@ -33,13 +33,14 @@ SLOTS = 3
 CHANNELS = 3  # native/base/message.h
 WORD_BYTES = 64  # bytes from one slot's word to the next: native/gpu/queue.h
 WORDS_BYTES = 4096  # bytes in front of an edge's slots
-_EDGES = 2 * CHANNELS  # between two ranks in a direction: captured calls have their own
+EDGES = 2 * CHANNELS  # between two ranks in a direction: captured calls have their own
 _CAPTURED = 16  # bytes from a rank's abort word to its words about captured calls
 _KERNELS, _STREAMS = 1, 2  # bits of a rank's abort word: those that wait have been let go; native/transport/shm/slots.h
 _RELEASED = 1 << 62  # above the number of any message
 _PAGE = 4096
 # Bytes of slots in use at once: with half as much again all-reduces of four H200s take a tenth longer.
 _CACHED = 24 << 20
+_NEAR = 48 << 20  # of those on a GPU, for each channel
 _LEAST_SLOT = _SLOT_STEP = 256 << 10
 BLOCKS, RING_SLOTS, RING_SLOT_BYTES = 32, 4, 32 << 10  # of an exchange kernel: devices/kernels/exchange.h
 _RING = BLOCKS * RING_SLOTS * RING_SLOT_BYTES
@@ -51,16 +52,18 @@ assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 assert _CAPTURED + 16 <= AWAITED <= WORD_BYTES - ONESHOT_RANKS
 
 
-def slot_bytes(topology: Topology) -> int:
+def slot_bytes(topology: Topology, *, near: bool = False) -> int:
     """Bytes of a slot, the same on all ranks: so small that what is in the slots of a host stays in the part of the
     last-level cache that devices may write to, else large, to hide what a message costs. Where some messages go between
-    hosts, what was measured to be best over sockets.
+    hosts, what was measured to be best over sockets. `near`: ranks of one island have theirs on GPUs.
 
     Not all ranks fill slots at full speed: those of the largest island wait for the others, which have as much to send.
     """
     ranks = len(topology.ranks)
     if any(topology.far(0, peer) for peer in range(1, ranks)):
         return 2 << 20
+    if near and len(topology.islands) == 1:
+        return max(_LEAST_SLOT, _NEAR // (SLOTS * ranks) // _SLOT_STEP * _SLOT_STEP)
     busy = min(ranks, 2 * (ranks - max(map(len, topology.islands))))
     return max(_LEAST_SLOT, _CACHED // (SLOTS * max(2, busy)) // _SLOT_STEP * _SLOT_STEP)
 
@@ -95,7 +98,7 @@ class SlotSegment:
         self._areas = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
         self._rings = self._areas + size * _AREA
         self._head = self._rings + size * (_RING + _RING_WORDS)
-        self._behind_edges = self._head + size * size * _EDGES * self._edge_bytes
+        self._behind_edges = self._head + size * size * EDGES * self._edge_bytes
         self._edges: dict[tuple[int, int, int], Edge] = {}
         self._message_rings: list[tuple[int, int]] = []
         try:
@@ -121,7 +124,7 @@ class SlotSegment:
             _PAGE
             + ledger
             + size * (_AREA + _RING + _RING_WORDS)
-            + size * size * (_EDGES * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES + MESSAGE_RING)
+            + size * size * (EDGES * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES + MESSAGE_RING)
         )
 
     def pages(self, src: int, dst: int) -> int:
@@ -148,15 +151,16 @@ class SlotSegment:
         return at
 
     def _offset(self, src: int, dst: int, channel: int) -> int:
-        return self._head + ((src * self._size + dst) * _EDGES + channel) * self._edge_bytes
+        return self._head + ((src * self._size + dst) * EDGES + channel) * self._edge_bytes
 
-    def edge(self, src: int, dst: int, channel: int, *, captured: bool = False) -> Edge:
-        """The way from `src` to `dst`, or that of `captured` calls, mapped by this rank's driver on the first use."""
+    def edge(self, src: int, dst: int, channel: int, *, captured: bool = False, slots: int = 0) -> Edge:
+        """The way from `src` to `dst`, or that of `captured` calls, mapped by this rank's driver on the first use. Its
+        `slots` are here, or those on a GPU at that address."""
         key = (src, dst, channel + CHANNELS * captured)
         found = self._edges.get(key)
         if found is None:
-            at = self._register(self._offset(*key), self._edge_bytes)
-            found = self._edges[key] = Edge(at + WORDS_BYTES, at, at + SLOTS * WORD_BYTES)
+            at = self._register(self._offset(*key), WORDS_BYTES if slots else self._edge_bytes)
+            found = self._edges[key] = Edge(slots or at + WORDS_BYTES, at, at + SLOTS * WORD_BYTES)
         return found
 
     def captured(self, rank: int) -> Words:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..calls.buffers import Buffer
@@ -28,16 +27,16 @@ class DeviceMemory:
         self._core = core
         self._copies: Copies | None = None
         self._shown: dict[int, int] = {}  # windows' signals for streams: addresses
-        self._opened: dict[int, list[str]] = {}  # windows' memory of other ranks: handles
+        self._opened: dict[tuple[int, int], str] = {}  # by window and rank: handles of others' memory
         self._lock = threading.Lock()
 
     def copies(self, buffer: Buffer, name: str) -> Copies:
         """What copies memory such as `buffer`, which is a GPU's. BufferTypeError for that of another GPU than before,
         DeviceError where the driver has no room."""
         self._core.gpus.check_place(buffer)
-        with self._lock:
-            if self._copies is None:
-                self._copies = self._core.gpus.copies(buffer)
+        if self._copies is None:
+            with self._lock:
+                self._copies = self._copies or self._core.gpus.copies(buffer)
         self._copies.check(buffer, name)
         return self._copies
 
@@ -45,8 +44,10 @@ class DeviceMemory:
         """Whether memory is a GPU's, and what is on the stream before it may be touched."""
         if buffer.device != "cpu":
             copies = self.copies(buffer, name)
-            with self._failing():
+            try:
                 return True, copies.after(stream, buffer)
+            except DeviceError as error:
+                raise self._core.device_failed(error) from error
         if stream is not None:
             raise ArgumentError(f"stream: wanted {name} on a GPU, got host memory, which has no stream")
         return False, None
@@ -60,8 +61,10 @@ class DeviceMemory:
             if window not in self._shown:
                 self._shown[window] = copies.signals(signals)
                 self._core.engine.show_signals(window, self._shown[window])
-        with self._failing():
+        try:
             copies.wait(self._shown[window] + 8 * at, least, stream)
+        except DeviceError as error:
+            raise self._core.device_failed(error) from error
 
     def share(self, buffer: Buffer | None) -> Shared | None:
         """How other ranks of the host open a window's memory; None where it is the host's, or they cannot."""
@@ -71,24 +74,38 @@ class DeviceMemory:
 
     def open(self, window: int, told: Sequence[Shared | None]) -> dict[int, int]:
         """Where this rank's GPU sees that window of others: the addresses, by rank."""
-        ranks, me = self._core.wiring.topology.ranks, self._core.rank
-        mine, seen = told[me], {}
-        for rank, shared in enumerate(told):
-            near = rank != me and ranks[rank].host == ranks[me].host
-            if mine is None or shared is None or not near or shared.vendor != mine.vendor or self._copies is None:
-                continue
-            address = self._copies.open(shared, rank)
-            if address is not None:
-                seen[rank] = address
-                self._opened.setdefault(window, []).append(shared.memory)
-        return seen
+        if told[self._core.rank] is None:
+            return {}
+        opened = {rank: self._open(window, rank, shared) for rank, shared in enumerate(told) if shared is not None}
+        return {rank: address for rank, address in opened.items() if address is not None}
 
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except DeviceError as error:
-            raise self._core.device_failed(error) from error
+    def see(self, window: int, rank: int, shared: Shared, nbytes: int) -> bool:
+        """Let this rank's GPU read that window of another one by itself; False where it cannot."""
+        address = self._open(window, rank, shared)
+        if address is not None:
+            self._core.engine.see_window(window, rank, address, nbytes)
+        return address is not None
+
+    def _open(self, window: int, rank: int, shared: Shared) -> int | None:
+        ranks, me = self._core.wiring.topology.ranks, self._core.rank
+        near = rank != me and ranks[rank].host == ranks[me].host
+        if self._copies is None or not near or shared.vendor != self._copies.vendor:
+            return None
+        address = self._copies.open(shared, rank)
+        if address is not None:
+            self._opened[window, rank] = shared.memory
+        return address
+
+    def forget(self, window: int, rank: int) -> None:
+        """Undo `open` or `see`. Nothing reads there any more."""
+        assert self._copies is not None
+        self._core.engine.see_window(window, rank, 0, 0)
+        self._copies.close_shared(self._opened.pop((window, rank)))
+
+    def forget_all(self, window: int) -> None:
+        """Of all ranks."""
+        for each in [each for each in self._opened if each[0] == window]:
+            self.forget(*each)
 
     def settle(self, window: int) -> None:
         """Wait for the last copies of a closed window, and until no peer's NIC writes it: one that is late loses its
@@ -106,9 +123,6 @@ class DeviceMemory:
                     f"{core.config.timeout:g} s; other streams may hold them up"
                 )
             time.sleep(_PAUSE)
-        for handle in self._opened.pop(window, ()):
-            assert self._copies is not None
-            self._copies.close_shared(handle)
 
     @property
     def pinned(self) -> int:

@@ -112,6 +112,9 @@ class Copies(Protocol):
     def pinned(self) -> int:
         """Bytes of pinned memory."""
 
+    @property
+    def vendor(self) -> str: ...
+
     def check(self, buffer: Buffer, name: str) -> None: ...
 
     def after(self, stream: object, buffer: Buffer) -> _native.Gate | None: ...

@@ -7,6 +7,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+import hetcoll._native as _native
+
 from ..calls import check_int
 from ..errors import ArgumentError, BufferTypeError
 
@@ -15,16 +17,43 @@ MOST_PIECES = 1 << 20
 Offsets = SupportsIndex | Sequence[int] | np.ndarray[Any, Any]
 """Elements: one number, or one for each piece."""
 
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
 
 def pieces(
-    here_count: int, there_count: int, here: Offsets, there: Offsets, count: Offsets | None, name: str, peer: int
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Rows of elements: offset here, offset in the window, length. What is empty is left out."""
+    here_count: int,
+    there_count: int,
+    here: Offsets,
+    there: Offsets,
+    count: Offsets | None,
+    itemsize: int,
+    name: str,
+    peer: int,
+) -> tuple[Rows, int]:
+    """Rows of bytes: offset here, offset in the window, length; and how many bytes that is together. What is empty is
+    left out."""
     own = f"{name}_offset"
     if count is None:
         if not (_is_single(here) and _is_single(there)):
             raise ArgumentError("count: wanted one a piece, where there are several")
         count = here_count - check_int(here, own)
+    return _native.piece_rows(here, there, count, here_count, there_count, itemsize) or _converted(
+        here_count, there_count, here, there, count, itemsize, name, peer
+    )
+
+
+def _converted(
+    here_count: int,
+    there_count: int,
+    here: Offsets,
+    there: Offsets,
+    count: Offsets,
+    itemsize: int,
+    name: str,
+    peer: int,
+) -> tuple[Rows, int]:
+    """The same of any numbers, and the errors."""
+    own = f"{name}_offset"
     columns = [_column(here, own), _column(there, "offset"), _column(count, "count")]
     try:
         rows = np.stack(np.broadcast_arrays(*columns), axis=-1)
@@ -42,7 +71,8 @@ def pieces(
                 f"{(own, 'offset')[at]}: piece {i}, {length[i]} elements from {rows[i, at]} on, is not inside {what}, "
                 f"which has {most}"
             )
-    return np.ascontiguousarray(rows[length > 0])
+    rows = rows[length > 0] * itemsize
+    return rows, int(rows[:, 2].sum())
 
 
 def _is_single(values: Offsets) -> bool:

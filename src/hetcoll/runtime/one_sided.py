@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import weakref
@@ -39,6 +40,7 @@ _CLOSED = 1  # native/host/windows.h, Refusal
 _MOST_SIGNAL = 1 << 62  # native/host/windows.h, Show
 _MOST_TEXT = 400  # of a problem
 _CHANNELS = (0, 1)
+_OWN = 1 << 24  # first number of such windows; those of all ranks have small ones
 _COUNTERS = ("puts", "gets", "pieces", "bytes", "refused", "direct")
 
 
@@ -234,13 +236,13 @@ class Window:
             raise BufferTypeError(f"{name}: wanted the window's dtype, {self.dtype.label}, got {buffer.dtype.label}")
         at = -1 if signal is None else self._check_signal(signal, other)
         seconds = side.core.seconds(timeout)
-        rows = pieces(buffer.count, self._exposed[other].elements, own_offset, offset, count, name, other)
-        if len(rows) == 0 and at < 0:
+        there = self._exposed[other].elements
+        rows, nbytes = pieces(buffer.count, there, own_offset, offset, count, self.dtype.itemsize, name, other)
+        if nbytes == 0 and at < 0:
             return DONE
-        rows *= self.dtype.itemsize
         device, after = side.devices.reach(buffer, name, stream)
         ticket = side.core.engine.transfer(gets, self._number, other, buffer.ptr, rows, at, device, after)
-        what = f"{'get from' if gets else 'put to'} rank {other} of {int(rows[:, 2].sum())} bytes in {len(rows)} pieces"
+        what = f"{'get from' if gets else 'put to'} rank {other} of {nbytes} bytes in {len(rows)} pieces"
         return side.begun(ticket, (buffer, self), what, async_op, seconds)
 
 
@@ -252,6 +254,7 @@ class OneSided:
         self.core, self._close = core, close
         self._windows: dict[int, Buffer | None] = {}  # keeps their memory
         self._opened = 0
+        self.own_numbers = itertools.count(_OWN)  # of windows that this rank opens for itself
         self._pending: list[tuple[_native.Ticket, Any]] = []  # and that of what is in flight
         self._lock = threading.Lock()
         self._prune_at = 16
@@ -273,9 +276,10 @@ class OneSided:
         self, number: int, seen: dict[int, int], sees: list[bool], exposed: Sequence[_Exposed], dtype: DType
     ) -> None:
         """What this rank's GPU sees of the others' memory, and whose sees that of this rank."""
-        for rank in {*seen, *(rank for rank, each in enumerate(sees) if each)}:
-            nbytes = exposed[rank].elements * dtype.itemsize if rank in seen else 0
-            self.core.engine.see_window(number, rank, seen.get(rank, 0), nbytes, sees[rank])
+        for rank, address in seen.items():
+            self.core.engine.see_window(number, rank, address, exposed[rank].elements * dtype.itemsize)
+        for rank in (rank for rank, each in enumerate(sees) if each):
+            self.core.engine.window_is_seen(number, rank)
 
     def close_window(self, number: int) -> None:
         """Fence its memory."""
@@ -283,6 +287,7 @@ class OneSided:
             self.core.engine.close_window(number)
             self.devices.settle(number)
             self.registered.give_back(number)
+            self.devices.forget_all(number)
             self._windows.pop(number, None)
 
     def begun(self, ticket: _native.Ticket, keep: Any, what: str, async_op: bool, seconds: float | None) -> Work:

@@ -215,9 +215,9 @@ class Planner:
             return None
         return tuned.lookup(collective, self._wiring.topology, self._wiring.measured, self.ordered)
 
-    def on_gpus(self, collective: Collective, nbytes: int, islands: Islands, library: str) -> Algorithm:
-        """The algorithm of a call that GPUs take part in, whose vendors' libraries serve `islands`: one call of
-        `library`'s, where there is one island. `nbytes` is the larger of its two buffers.
+    def on_gpus(self, collective: Collective, nbytes: int, islands: Islands) -> Algorithm:
+        """The algorithm of a call that GPUs take part in, whose vendors' libraries serve `islands`: one call of the
+        library, where there is one island. `nbytes` is the larger of its two buffers.
 
         Raises
         ------
@@ -228,7 +228,7 @@ class Planner:
         m, inside = len(islands), len(islands) < size
         if inside and (m == 1 or kind not in AMONG):
             if forced is not None:
-                who = library if m == 1 else f"islands, over {spell_islands(islands)},"
+                who = f"islands, over {spell_islands(islands)},"
                 raise ArgumentError(
                     f"HETCOLL_ALGO asks for {collective.label} by {forced}, but on these GPUs {who} runs it;"
                     " HETCOLL_ISLANDS with each rank apart ('0|1|...') makes every algorithm possible"
@@ -262,6 +262,11 @@ class Planner:
         if key not in self._tables_among:
             self._tables_among[key] = tuner.table_among(collective, self._wiring.topology, islands, able)
         return tuner.look_up(self._tables_among[key], nbytes)
+
+    @property
+    def names_any(self) -> bool:
+        """Whether HETCOLL_ALGO names an algorithm of any collective."""
+        return bool(self._forced)
 
     def chooses_freely(self, collective: Collective) -> bool:
         """Whether HETCOLL_ALGO leaves the algorithm of this collective open."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -24,23 +24,14 @@ from ... import ArgumentError, HetcollError, Work
 from ...calls.buffers import Buffer
 from ...runtime.offsets import MOST_PIECES
 from . import descriptors
-from .descriptors import Descriptors, Rows
+from .descriptors import Descriptors, Region, Rows
 from .handles import check_backends, nixl_agent_config, nixl_prepped_dlist_handle, nixl_xfer_handle
 from .notifications import Notifications
+from .sight import Sight
 
 __all__ = ["nixl_agent", "nixl_agent_config", "nixl_prepped_dlist_handle", "nixl_xfer_handle"]
 
 _OPERATIONS = {"WRITE": False, "READ": True}
-_FIRST = 1 << 24  # of the windows that ranks open for themselves; those of all have small numbers
-
-
-class _Region(NamedTuple):
-    """A registered piece of memory, and the number of its window."""
-
-    number: int
-    memory: str
-    address: int
-    nbytes: int
 
 
 class nixl_agent:  # noqa: N801  # as there
@@ -58,12 +49,13 @@ class nixl_agent:  # noqa: N801  # as there
         self._names, self._job = [name for name, _ in told], told[0][1]
         if len(set(self._names)) < len(self._names):
             raise ArgumentError(f"agent_name: wanted one of its own for each rank, got {self._names}")
-        self._notifications = Notifications(self._comm)
+        self._notifications = Notifications(self._comm, lambda peer, message: self._sight.hear(peer, message))
         self._side = self._notifications.side
-        self._regions: dict[int, _Region] = {}
+        self._sight = Sight(self._side, lambda peer, message: self._notifications.post(peer, message, inner=True))
+        self._come: dict[int, list[bytes]] = {}
+        self._regions: dict[int, Region] = {}
         self._buffers: dict[int, Buffer] = {}
-        self._opened = _FIRST
-        self._remote: dict[int, list[_Region]] = {}
+        self._remote: dict[int, list[Region]] = {}
         self._flying: list[nixl_xfer_handle] = []
         self.notifs: dict[str, list[bytes]] = {}
 
@@ -71,6 +63,7 @@ class nixl_agent:  # noqa: N801  # as there
         """Take all memory back, and leave."""
         for number in list(self._regions):
             self._close_region(number)
+        self._sight.close()
         self._notifications.close()
         if self._owns:
             self._comm.close()
@@ -111,13 +104,13 @@ class nixl_agent:  # noqa: N801  # as there
         check_backends(backends)
         descs = descriptors.read(reg_list, mem_type)
         for row in descs.rows:
-            buffer, number = descriptors.memory_at(descs.memory, row), self._opened
+            buffer, number = descriptors.memory_at(descs.memory, row), next(self._side.own_numbers)
             on_gpu = buffer.device != "cpu"
             if on_gpu:
                 self._side.devices.copies(buffer, "reg_list")
-            self._opened += 1
             self._side.core.engine.add_window(number, buffer.ptr, buffer.nbytes, 0, on_gpu)
-            self._regions[number] = _Region(number, descs.memory, buffer.ptr, buffer.nbytes)
+            shared = self._sight.share(number, buffer) if on_gpu else None
+            self._regions[number] = Region(number, descs.memory, buffer.ptr, buffer.nbytes, shared)
             self._buffers[number] = buffer
         return descs
 
@@ -126,7 +119,7 @@ class nixl_agent:  # noqa: N801  # as there
         check_backends(backends)
         for address, nbytes, _ in dereg_list:
             wanted = (dereg_list.memory, address, nbytes)
-            numbers = [each.number for each in self._regions.values() if each[1:] == wanted]
+            numbers = [each.number for each in self._regions.values() if each.place == wanted]
             if not numbers:
                 raise ArgumentError(f"dereg_list: wanted registered memory, got {nbytes} bytes at {address:#x}")
             self._close_region(numbers[0])
@@ -134,6 +127,7 @@ class nixl_agent:  # noqa: N801  # as there
     def _close_region(self, number: int) -> None:
         self._side.core.engine.close_window(number)
         self._side.devices.settle(number)
+        self._sight.closed(number)
         del self._regions[number], self._buffers[number]
 
     # Metadata.
@@ -146,14 +140,15 @@ class nixl_agent:  # noqa: N801  # as there
     ) -> bytes:
         check_backends(backends)
         wanted = None if descs is None else {(descs.memory, address, nbytes) for address, nbytes, _ in descs}
-        regions = [each for each in self._regions.values() if wanted is None or each[1:] in wanted]
+        regions = [each for each in self._regions.values() if wanted is None or each.place in wanted]
         return json.dumps({"job": self._job, "agent": self.name, "regions": regions}).encode()
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         """Its name, as bytes as there. More metadata of an agent that is known adds to what is."""
         try:
             told = json.loads(metadata)
-            job, name, regions = told["job"], told["agent"], [_Region(*each) for each in told["regions"]]
+            regions = [Region._make([*each, shared and tuple(shared)]) for *each, shared in told["regions"]]
+            job, name = told["job"], told["agent"]
         except (ValueError, TypeError, KeyError) as error:
             raise ArgumentError(f"metadata: wanted that of an agent of hetcoll, got {len(metadata)} bytes") from error
         if job != self._job or name not in self._names:
@@ -171,7 +166,7 @@ class nixl_agent:  # noqa: N801  # as there
         peer = self._rank_of(agent)
         if peer not in self._remote or descs is None:
             return peer in self._remote
-        return bool((self._place(descs, self._remote[peer])[0] >= 0).all())
+        return bool((descriptors.place(descs, self._remote[peer])[0] >= 0).all())
 
     def get_serialized_descs(self, descs: Descriptors) -> bytes:
         return descs.to_bytes()
@@ -250,7 +245,7 @@ class nixl_agent:  # noqa: N801  # as there
             for own, number, rows in handle._parts:
                 if own not in self._buffers:
                     raise ArgumentError("transfer: wanted registered memory here, got some that was deregistered")
-                handle._works.append(self._begin(handle, self._buffers[own], number, rows))
+                handle._works.append(self._begin(handle, own, number, rows))
         except HetcollError as error:
             if isinstance(error, ArgumentError):
                 raise
@@ -258,17 +253,31 @@ class nixl_agent:  # noqa: N801  # as there
         self._flying.append(handle)
         return self.check_xfer_state(handle)
 
-    def _begin(self, handle: nixl_xfer_handle, buffer: Buffer, number: int, rows: Rows) -> Work:
-        side, peer = self._side, handle._peer
+    def _begin(self, handle: nixl_xfer_handle, own: int, number: int, rows: Rows) -> Work:
+        side, peer, buffer = self._side, handle._peer, self._buffers[own]
         side.core.host.check_usable()
         device, after = side.devices.reach(buffer, "descs", None)
-        ticket = side.core.engine.transfer(handle._gets, number, peer, buffer.ptr, rows, -1, device, after)
+        if device:
+            self._meet_eyes(handle._gets, own, peer, number)
+        ticket = side.core.engine.transfer(handle._gets, number, peer, buffer.ptr, rows, -1, device, after, own)
         what = f"{'READ from' if handle._gets else 'WRITE to'} agent {self._names[peer]} of {len(rows)} descriptors"
         begun: Work = side.begun(ticket, buffer, what, True, None)
         return begun
 
+    def _meet_eyes(self, gets: bool, own: int, peer: int, number: int) -> None:
+        """Let the reader's GPU see what it is to read, where it can."""
+        theirs = next((each for each in self._remote.get(peer, ()) if each.number == number), None)
+        if peer == self._comm.rank or theirs is None or theirs.shared is None:
+            return
+        if gets:
+            self._sight.look(peer, number, theirs.shared, theirs.nbytes)
+        else:
+            self._sight.offer(peer, own)
+
     def _progress(self) -> None:
-        """Tell of what is over, also where the program only looks for what others tell."""
+        """Tell of what is over, also where the program only looks for what others tell; and take what these do."""
+        for sender, messages in self._notifications.take().items():
+            self._come.setdefault(sender, []).extend(messages)
         self._flying = [each for each in self._flying if self._state(each) == "PROC"]
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
@@ -306,7 +315,8 @@ class nixl_agent:  # noqa: N801  # as there
     def get_new_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
         check_backends(backends)
         self._progress()
-        return {self._names[sender]: messages for sender, messages in self._notifications.take().items()}
+        come, self._come = self._come, {}
+        return {self._names[sender]: messages for sender, messages in come.items()}
 
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
         for name, messages in self.get_new_notifs(backends).items():
@@ -350,27 +360,15 @@ class nixl_agent:  # noqa: N801  # as there
         return self._names.index(_text(name))
 
     def _prepare(
-        self, peer: int | None, descs: Descriptors, regions: Iterable[_Region], whose: str
+        self, peer: int | None, descs: Descriptors, regions: Iterable[Region], whose: str
     ) -> nixl_prepped_dlist_handle:
-        numbers, offsets = self._place(descs, regions)
+        numbers, offsets = descriptors.place(descs, regions)
         if (numbers < 0).any():
             address, nbytes, _ = descs[int((numbers < 0).argmax())]
             raise ArgumentError(
                 f"descs: wanted registered {descs.memory} of {whose}, got {nbytes} bytes at {address:#x}"
             )
         return nixl_prepped_dlist_handle(peer, descs, numbers, offsets)
-
-    @staticmethod
-    def _place(descs: Descriptors, regions: Iterable[_Region]) -> tuple[Rows, Rows]:
-        """The number of the region in which each lies, or -1, and where in it."""
-        numbers, offsets = np.full(len(descs), -1, np.int64), np.zeros(len(descs), np.int64)
-        address, nbytes = descs.rows[:, 0], descs.rows[:, 1]
-        for region in regions:
-            if region.memory == descs.memory:
-                at = address - region.address
-                inside = (at >= 0) & (nbytes <= region.nbytes) & (at <= region.nbytes - nbytes)
-                numbers[inside], offsets[inside] = region.number, at[inside]
-        return numbers, offsets
 
 
 def _index(values: Any, name: str) -> Rows:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -96,6 +96,32 @@ def _rows(values: Any) -> Rows:
     if (rows < 0).any():
         raise ArgumentError("descs: wanted addresses and lengths below 2**63")
     return rows
+
+
+class Region(NamedTuple):
+    """A registered piece of memory, the number of its window, and how a GPU of the host opens it."""
+
+    number: int
+    memory: str
+    address: int
+    nbytes: int
+    shared: Sequence[Any] | None = None
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        return self.memory, self.address, self.nbytes
+
+
+def place(descs: Descriptors, regions: Iterable[Region]) -> tuple[Rows, Rows]:
+    """The number of the region in which each lies, or -1, and where in it."""
+    numbers, offsets = np.full(len(descs), -1, np.int64), np.zeros(len(descs), np.int64)
+    address, nbytes = descs.rows[:, 0], descs.rows[:, 1]
+    for region in regions:
+        if region.memory == descs.memory:
+            at = address - region.address
+            inside = (at >= 0) & (nbytes <= region.nbytes) & (at <= region.nbytes - nbytes)
+            numbers[inside], offsets[inside] = region.number, at[inside]
+    return numbers, offsets
 
 
 def memory_at(memory: str, row: Rows) -> Buffer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,16 @@ import numpy as np
 from ... import Communicator, Work
 
 _SLOTS, _WIDTH = 32, 4096  # of a pair's ring
-_HEAD = struct.Struct("<Q")  # bytes of the message from here on
+_HEAD = struct.Struct("<IIQ")  # whether the program is not to see it; bytes of the message from here on
 _ROOM = _WIDTH - _HEAD.size
 
 
 class Notifications:
-    """Of one communicator: made by all ranks together. A peer's come there in the order in which they were posted."""
+    """Of one communicator: made by all ranks together. A peer's come there in the order in which they were posted.
+    `hear` is given those that are not for the program."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, hear: Callable[[int, bytes], None]) -> None:
+        self._hear = hear
         size, self._rank = comm.size, comm.rank
         self._ring = np.zeros((size, _SLOTS, _WIDTH), np.uint8)  # by sender
         self._taken = np.zeros(size, np.int64)
@@ -29,10 +32,10 @@ class Notifications:
         self._works: list[deque[Work]] = [deque() for _ in range(size)]
         self._partial = [bytearray() for _ in range(size)]
 
-    def post(self, peer: int, message: bytes) -> None:
+    def post(self, peer: int, message: bytes, *, inner: bool = False) -> None:
         """Begin to send it. `pump` goes on, where the ring has no room now."""
         for at in range(0, max(len(message), 1), _ROOM):
-            self._waiting[peer].append(_HEAD.pack(len(message) - at) + message[at : at + _ROOM])
+            self._waiting[peer].append(_HEAD.pack(inner, 0, len(message) - at) + message[at : at + _ROOM])
         self.pump(peer)
 
     def pump(self, peer: int) -> bool:
@@ -52,17 +55,21 @@ class Notifications:
         return not waiting and not works
 
     def take(self) -> dict[int, list[bytes]]:
-        """What has come since the last call, by sender."""
+        """What has come for the program since the last call, by sender."""
         found: dict[int, list[bytes]] = {}
         for sender, partial in enumerate(self._partial):
             while self._taken[sender] < self._rings.signal(sender):
                 slot = self._ring[sender, int(self._taken[sender]) % _SLOTS].tobytes()
-                (rest,) = _HEAD.unpack_from(slot)
+                inner, _, rest = _HEAD.unpack_from(slot)
                 partial += slot[_HEAD.size : _HEAD.size + min(rest, _ROOM)]
                 self._taken[sender] += 1  # from now on the slot may be written
                 if rest <= _ROOM:
-                    found.setdefault(sender, []).append(bytes(partial))
+                    message = bytes(partial)
                     partial.clear()
+                    if inner:
+                        self._hear(sender, message)
+                    else:
+                        found.setdefault(sender, []).append(message)
         return found
 
     def close(self) -> None:

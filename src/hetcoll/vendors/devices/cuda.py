@@ -20,6 +20,7 @@ from .kernels import KernelTable, kept
 
 INSTALL = "pip install 'hetcoll[cuda]'"
 _ABI = 12000  # the functions' signatures are those of CUDA 12.0
+_NEWER = {"cuMemcpyBatchAsync": 12080}  # which older drivers lack
 
 
 @functools.cache
@@ -325,7 +326,9 @@ def _pointer_attribute() -> Callable[..., int]:
 @functools.cache
 def _functions() -> dict[str, int]:
     calls = _driver()
-    return {name: int(calls("cuGetProcAddress", name.encode(), _ABI, 0)[0] or 0) for name in CUDA_FUNCTIONS}
+    wanted = {**dict.fromkeys(CUDA_FUNCTIONS, _ABI), **_NEWER}
+    found = {name: int(calls("cuGetProcAddress", name.encode(), abi, 0)[0] or 0) for name, abi in wanted.items()}
+    return {name: address for name, address in found.items() if address or name not in _NEWER}
 
 
 def _text(raw: bytes) -> str:

@@ -6,12 +6,11 @@
 
 namespace hetcoll {
 
-// Of a piece, in units at addresses that are multiples of their size: what thread `first` of `step` copies.
-template <class Unit>
-HETCOLL_DEVICE void CopyUnits(const Piece& piece, unsigned first, unsigned step) {
-  constexpr unsigned kDeep = 4, kUnit = sizeof(Unit);  // units under way
+// From unit `at` on, each `step`th, as many at a time as are under way together; then the rest with half as many.
+template <class Unit, unsigned kDeep>
+HETCOLL_DEVICE void CopyDeep(const Piece& piece, U64 at, unsigned step) {
+  constexpr unsigned kUnit = sizeof(Unit);
   const U64 units = piece.nbytes / kUnit;
-  U64 at = first;
   for (; at + U64{kDeep - 1} * step < units; at += U64{kDeep} * step) {
     Unit unit[kDeep];
     HETCOLL_UNROLL
@@ -19,7 +18,13 @@ HETCOLL_DEVICE void CopyUnits(const Piece& piece, unsigned first, unsigned step)
     HETCOLL_UNROLL
     for (unsigned d = 0; d < kDeep; ++d) Store<kUnit>(piece.to + (at + U64{d} * step) * kUnit, unit[d]);
   }
-  for (; at < units; at += step) Store<kUnit>(piece.to + at * kUnit, Load<Unit, kUnit>(piece.from + at * kUnit));
+  if constexpr (kDeep > 1) CopyDeep<Unit, kDeep / 2>(piece, at, step);
+}
+
+// Of a piece, in units at addresses that are multiples of their size: what thread `first` of `step` copies.
+template <class Unit>
+HETCOLL_DEVICE void CopyUnits(const Piece& piece, unsigned first, unsigned step) {
+  CopyDeep<Unit, 4>(piece, first, step);
 }
 
 HETCOLL_DEVICE void CopyPiece(const Piece& piece, unsigned first, unsigned step) {

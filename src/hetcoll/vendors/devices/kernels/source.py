@@ -11,7 +11,8 @@ from ....types import FNUZ_OF, DType, Format, ReduceOp, supports
 
 SIGNALS = "signals"
 FLOAT8 = "float8"
-MESSAGES, PIECES = "messages", "pieces"  # modules, and their only kernels
+MESSAGES, PIECES = "messages", "pieces"  # modules, and kernels of theirs
+PIECES_OF_TABLE = "pieces_of_table"
 GATHER = "gather"
 _WORDS = {
     1: "unsigned char",
@@ -113,7 +114,11 @@ def reductions(dtype: DType) -> list[ReduceOp]:
 def modules() -> dict[str, tuple[str, ...]]:
     """The kernels of every module."""
     table: dict[str, tuple[str, ...]] = {SIGNALS: _SIGNAL_KERNELS, FLOAT8: tuple(_conversions())}
-    table |= {MESSAGES: (MESSAGES,), PIECES: (PIECES,), GATHER: tuple(f"{GATHER}_{nbytes}" for nbytes in _WORDS)}
+    table |= {
+        MESSAGES: (MESSAGES,),
+        PIECES: (PIECES, PIECES_OF_TABLE),
+        GATHER: tuple(f"{GATHER}_{nbytes}" for nbytes in _WORDS),
+    }
     table[ROWS] = (GATHER_ROWS, *(name for dtype in _CODED for name in rows_names(dtype)))
     table[TOKENS] = (PLACE_TOKENS, *(name for dtype in _CODED for name in tokens_names(dtype)))
     for dtype in DType:

@@ -1,0 +1,136 @@
+"""Collectives that HETCOLL_ALGO takes from the library of an island: by copies between the GPUs' own memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from gpu_calls import cases_of, check, device_of_rank, every_reduction, overlap, run_on_gpu
+from gpu_kinds import VENDOR, start
+from ranks import Ranks
+from reference import Case
+from thorough import parametrize
+
+import hetcoll
+from hetcoll.errors import ArgumentError
+from hetcoll.gpu.array import DeviceArray
+
+DIRECT = "direct,alltoall:pairwise,alltoallv:pairwise"
+MANY = 1_100_001  # float32s: some pieces, in slots that come again
+
+
+@parametrize("kinds", ["nn", "aa", "nnn"], first=2)
+def test_every_collective(whole: Any, kinds: str) -> None:
+    size = len(kinds)
+    counts = (70_001, 5, 300_000)[:size]
+    cases = [*cases_of(size, (0, 1, 1009, 70_001)), Case("allgatherv", "int16", counts=counts, seed=1)]
+    cases += [Case("reduce_scatterv", op="avg", counts=counts, seed=2), Case("alltoallv", "int32", 190_001, seed=3)]
+    kinds_of_large = ("allreduce", "allgather", "reduce_scatter", "alltoall")
+    cases += [Case(each, count=MANY, inplace=i) for each, i in itertools.product(kinds_of_large, (False, True))]
+    check(whole(kinds, HETCOLL_ALGO=DIRECT), cases)
+
+
+@parametrize("kinds", ["nn", "aa"], first=1)
+def test_every_reduction(whole: Any, kinds: str) -> None:
+    """Also those that the library does not know."""
+    check(whole(kinds, HETCOLL_ALGO=DIRECT), every_reduction())
+
+
+@parametrize("algo", ["ring", "tree", "allreduce:halving_doubling,allgather:doubling"], first=1)
+def test_other_algorithms(whole: Any, algo: str) -> None:
+    kinds = ("allreduce", "allgather", "broadcast", "reduce", "reduce_scatter")
+    check(whole("nnnn", HETCOLL_ALGO=algo), [Case(kind, count=900_001, root=3) for kind in kinds])
+
+
+@parametrize("kinds", ["nn", "aa"], first=1)
+def test_calls_on_several_streams(whole: Any, kinds: str) -> None:
+    whole(kinds, HETCOLL_ALGO=DIRECT).run(overlap, timeout=100)
+
+
+@pytest.mark.fakes
+@parametrize(("kinds", "queues"), [("nn", 1), ("aaa", 2)], first=1)
+def test_streams_that_are_late_and_share_hardware_queues(kinds: str, queues: int) -> None:
+    few: dict[str, Any] = {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "GPU_MAX_HW_QUEUES": str(queues)}
+    with start(kinds, jitter=f"{queues}:100", HETCOLL_ALGO=DIRECT, **few) as ranks:
+        check(ranks, [*cases_of(len(kinds), (70_001,)), Case("allreduce", count=MANY), Case("allgather", count=MANY)])
+
+
+def launches(comm: hetcoll.Communicator, log: str, cases: list[Case]) -> list[tuple[int, int]]:
+    """Kernels and calls of the library in each case."""
+
+    def names() -> list[str]:
+        return [name for pid, _, name in map(str.split, Path(log).read_text().splitlines()) if pid == str(os.getpid())]
+
+    run_on_gpu(comm, [Case("allgather")])  # the first call sets all up
+    found = []
+    for case in cases:
+        before = len(names())
+        run_on_gpu(comm, [case])
+        later = names()[before:]
+        library = [name for name in later if name.startswith("nccl") and "AsyncError" not in name]
+        found.append((sum("LaunchKernel" in name for name in later), len(library)))
+    return found
+
+
+@pytest.mark.fakes
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_what_moves_takes_no_kernel(kinds: str, tmp_path: Path) -> None:
+    """Multiprocessors are for sums alone."""
+    moving = ("allgather", "alltoall", "broadcast", "gather", "scatter")
+    cases = [Case(kind, count=n, inplace=i) for kind in moving for n in (5, MANY) for i in (False, True)]
+    cases = [case for case in cases if not (case.collective == "broadcast" and case.inplace)]
+    log = str(tmp_path / "log")
+    env = fakes.environments([VENDOR[kind] for kind in kinds], len(kinds), log=log)
+    with Ranks(len(kinds), {**env, "HETCOLL_ALGO": DIRECT}, tidy=False) as ranks:  # the log stays open
+        for found in ranks.run(launches, log, [*cases, Case("reduce_scatter", count=MANY)], timeout=100):
+            assert found[:-1] == [(0, 0)] * len(cases)
+            kernels, library = found[-1]
+            assert kernels > 0
+            assert library == 0
+
+
+def told(comm: hetcoll.Communicator, *ops: str) -> tuple[list[str], tuple[str, ...]]:
+    run_on_gpu(comm, [Case("allgather", count=1009)])
+    told = [comm.explain(op, 1 << 20) for op in ops]
+    return [each.gpus for each in told], told[0].paths
+
+
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_the_library_keeps_what_is_not_named(whole: Any, kinds: str) -> None:
+    ranks = whole(kinds, HETCOLL_ALGO="allgather:direct")
+    for gpus, paths in ranks.run(told, "allgather", "allreduce", timeout=60):
+        assert gpus[0].startswith("direct, in pieces of up to ")
+        assert gpus[1].startswith("one call of ")
+        assert "through slots in the receiving GPU's memory (mapped: one host), tried with bytes" in paths[0]
+    check(ranks, [Case("allgather", count=MANY), Case("allreduce", count=70_001)])
+
+
+@pytest.mark.fakes
+@pytest.mark.parametrize(("kinds", "call"), [("nn", "cuIpcOpenMemHandle"), ("aa", "hipIpcGetMemHandle")])
+def test_gpus_that_do_not_see_each_others_memory_use_the_hosts(kinds: str, call: str) -> None:
+    with start(kinds, fail=f"{call}:1+:801", HETCOLL_ALGO=DIRECT) as ranks:
+        for _, paths in ranks.run(told, "allgather", timeout=60):
+            assert "through slots in the host's memory that both GPUs have mapped (mapped: one host; not in" in paths[0]
+            assert call in paths[0]
+        check(ranks, list(cases_of(2, (70_001,))))
+
+
+def refused(comm: hetcoll.Communicator) -> str:
+    device = device_of_rank(comm.rank)
+    try:
+        comm.allreduce(DeviceArray(device, 12).buffer())
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.fakes
+def test_what_cannot_be_had_is_said_on_the_line_of_the_call() -> None:
+    with start("nn", HETCOLL_ALGO="allreduce:chained") as ranks:
+        wanted = "HETCOLL_ALGO asks for allreduce by chained, which 2 ranks with GPUs cannot do: wanted "
+        for text in ranks.run(refused, timeout=60):
+            assert text.startswith(wanted)
