@@ -31,8 +31,8 @@ def _cables() -> Iterator[None]:
 
 def moved(comm: hetcoll.Communicator, act: Callable[[], Any]) -> list[int]:
     """By how much the counters grew while both ranks had this, and until both were through."""
-    comm.barrier()
     before = comm.counters()
+    comm.barrier()
     if comm.rank == 0:
         act()
     comm.recv(np.zeros(1), 0) if comm.rank == 1 else comm.send(np.zeros(1), 1)
