@@ -247,7 +247,7 @@ void ClosedWhileWritten() {
                    .ring_bytes = 64 << 10,
                    .recovery_ns = kSoonNs,
                    .fabric = {.threaded = true}});
-    for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 20; });
+    for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 1000; });
     const Bytes src = Pattern(kBytes, 9), before = both.windows[1];
     const std::uint64_t bytes = both.job().fabric().bytes(0);
     const auto put = both.Put(0, src.data(), Shuffled(1));
@@ -265,6 +265,7 @@ void ClosedWhileWritten() {
     const Bytes closed = both.windows[1];
     CHECK(closed != before || hangs, "some of it came");
     for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, Repair);
+    for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 0; });
     CHECK(!Wait(both.engine(0), put) && put->refused == static_cast<int>(Refusal::kClosed), "refused: %d, %s",
           put->refused, both.Failures().c_str());
     const auto late = both.Put(0, src.data(), Shuffled(2));
@@ -286,7 +287,7 @@ void ClosedWhileRead() {
                    .ring_bytes = 64 << 10,
                    .recovery_ns = kSoonNs,
                    .fabric = {.threaded = true, .resends = true}});
-    for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 20; });
+    for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 1000; });
     const Bytes before = both.windows[1];
     const std::uint64_t bytes = both.job().fabric().bytes(2);
     const auto get = both.Get(0, both.windows[0].data(), Shuffled(1));
@@ -303,6 +304,7 @@ void ClosedWhileRead() {
     CHECK(both.registered(1).End(), "nobody reads it");
     std::fill(both.windows[1].begin(), both.windows[1].end(), std::byte{7});  // whose it is again
     for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, Repair);
+    for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 0; });
     CHECK(Wait(both.engine(0), get), "refused: %d, %s", get->refused, both.Failures().c_str());
     CHECK(both.windows[0] == before, "what was in it");
     CHECK((Counter(both.engine(1), "lost_rails") > 0) == hangs, "%s", Links(both.engine(1)).c_str());
