@@ -12,7 +12,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hetcoll.gpu.slots import SLOTS, slot_bytes
+from hetcoll.gpu.slots import slot_bytes
+from hetcoll.plan.pieces import SLOTS
 from hetcoll.types import DType, ReduceOp
 from hetcoll.vendors.devices.kernels import reduce_name
 

@@ -17,7 +17,8 @@ from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, find, p2p
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Op, Plan, cut, offsets
 from hetcoll.plan.order import enqueue_order
-from hetcoll.plan.pipeline import parts, pipelined, ramp, share_units
+from hetcoll.plan.pieces import Lengths, parts
+from hetcoll.plan.pipeline import pipelined, ramp, share_units
 from hetcoll.plan.simulator import PlanError, check, serialisable
 from hetcoll.types import REDUCING, ROOTED, WHOLE, Collective
 
@@ -72,7 +73,7 @@ def test_offsets_are_alike_and_aligned(shares: list[int], units: int, grain: int
 def test_pieces_fit_their_slot(count: int, item: int, smallest: int, data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from([a for t in ALGORITHMS.values() for a in t.values()]))
     plans = build(algorithm, 5 if algorithm.supports(5) else 4)
-    length, equal = parts(plans, count * item, smallest, 128)
+    length, equal = parts(Lengths.of(plans), count * item, smallest, 128)
     assert equal == share_units(plans[0])
     assert length == 1 or count * item > smallest // 20
     unit = offsets([count], equal * length, (0, 1), 128 // item, equal * length)[1] * item
@@ -90,7 +91,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ArgumentError, match="wanted at least one part"):
         ramp(0, 1)
     with pytest.raises(ArgumentError, match="a piece of 100 bytes does not hold 1 units of 128 bytes"):
-        parts(plans, 1 << 20, 100, 128)
+        parts(Lengths.of(plans), 1 << 20, 100, 128)
     with pytest.raises(ArgumentError, match="wanted at least one slot, got 0"):
         enqueue_order(plans, 0)
 

@@ -18,7 +18,8 @@ from hetcoll.plan.algorithms import Algorithm, Hosts, find
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import HEADER, SPAN, STEP, Buf, Plan, Span, offsets
-from hetcoll.plan.pipeline import parts, pipelined, ramp, share_units
+from hetcoll.plan.pieces import Lengths, parts
+from hetcoll.plan.pipeline import pipelined, ramp, share_units
 from hetcoll.plan.simulator import PlanError, check
 from hetcoll.types import REDUCING, ROOTED, Collective, DType
 
@@ -138,7 +139,7 @@ def test_any_partition_in_pieces_fits_its_slots_and_is_right(data: st.DataObject
     kind = data.draw(st.sampled_from([k for k in ISLANDS if k is not Collective.ALLTOALL]))
     whole = build(ISLANDS[kind], hosts, scale=kind in REDUCING)
     count = data.draw(st.integers(0, 3_000_000))
-    length, equal = parts(whole, count, SMALLEST, GRAIN)
+    length, equal = parts(Lengths.of(whole), count, SMALLEST, GRAIN)
     most = SLOT // SMALLEST
     plans = pipelined(whole, ramp(length, most), most)
     shares = [count] * (max(1, plans[0].recv_units // share_units(plans[0])))
@@ -169,7 +170,7 @@ def test_messages_of_large_islands_fit_their_slots(sizes: tuple[int, ...], kind:
     """Whichever alignment is chosen. Where it can be, what a vendor's library moves for each member is equally long."""
     hosts = side_by_side(*sizes)
     whole = build(ISLANDS[kind], hosts)
-    length, equal = parts(whole, count, SMALLEST, GRAIN)
+    length, equal = parts(Lengths.of(whole), count, SMALLEST, GRAIN)
     most = SLOT // SMALLEST
     cuts = ramp(length, most)
     plan = pipelined(whole, cuts, most)[0]

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import ArgumentError
-from ..plan.algorithms import find
 from ..plan.cluster import Cluster, read
-from ..plan.forecast import Forecast, candidates, events, forecasts
+from ..plan.forecast import Forecast, candidates, events, forecasts, named
 from ..plan.simulator.graph import Outcome
 from ..types import Collective
 
@@ -120,8 +119,7 @@ def spans(given: str) -> list[int]:
 def _table(cluster: Cluster, collective: Collective, sizes: list[int], args: argparse.Namespace) -> Table:
     names = [name.strip() for name in args.algo.split(",")] if args.algo else candidates(cluster, collective)
     for name in names:
-        if name != "islands":
-            find(collective, name)
+        named(collective, name)
     found = {name: forecasts(cluster, collective, name, args.root) for name in names}
     return Table(cluster, found, [_row(n, found) for n in sizes])
 

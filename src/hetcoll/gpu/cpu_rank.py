@@ -23,13 +23,14 @@ from ..calls.buffers import Buffer
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
 from ..plan.ir import Plan
+from ..plan.pieces import SLOTS
 from ..plan.topology import Way
 from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType, Format, ReduceOp
 from . import float8, path_probe
 from .plans import GpuPlans, Made
 from .shared import GpuShare
-from .slots import CHANNELS, SLOTS
+from .slots import CHANNELS
 from .vendor_comm import GpuIslands, Meet
 
 HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: one core moves a tenth of what PCIe does

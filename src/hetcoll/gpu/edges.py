@@ -8,10 +8,10 @@ import hetcoll._native as _native
 
 from ..links.wiring import Check, Wiring
 from ..plan.ir import Op, Plan
+from ..plan.pieces import SLOTS
 from .near import NearSlots
 from .proxy import Proxies
 from .shared import GpuShare
-from .slots import SLOTS
 from .vendor_comm import GpuIslands
 
 Prepare = Callable[[Callable[[Check], None], float], None]

@@ -11,7 +11,8 @@ import json
 from typing import TYPE_CHECKING
 
 from ..errors import DeviceError
-from .slots import CHANNELS, EDGES, SLOTS
+from ..plan.pieces import SLOTS
+from .slots import CHANNELS, EDGES
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device

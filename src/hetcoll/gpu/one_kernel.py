@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import hetcoll._native as _native
 
 from ..calls import Call
+from ..plan import one_kernel
 from ..types import REDUCING, Collective, ReduceOp
 from ..vendors.devices.kernels.source import exchange_name, gather_bytes, gather_name, oneshot_name
 from ..vendors.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot, Way
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
     from ..vendors.devices.base import Device
     from .shared import GpuShare
 
-_SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
-_ONE_SHOT, _MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to which each reduces all; of two or three
-_MOST_CUT = 1 << 20  # bytes that a rank reads where buffers are cut by rank
-_MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond _ONE_SHOT
 _CUT = {
     Collective.REDUCE_SCATTER: Way.REDUCE_SCATTER,
     Collective.ALLGATHER: Way.ALLGATHER,
@@ -31,6 +28,8 @@ _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
 MESSAGES = ZERO + 8  # where that of message kernels begins
 STATE_BYTES = MESSAGES + MESSAGE_STATE_BYTES
+
+assert one_kernel.MOST_RANKS == ONESHOT_RANKS
 
 
 class OneKernel:
@@ -44,26 +43,7 @@ class OneKernel:
 
     def choose(self, collective: Collective, nbytes: int) -> str | None:
         """Which kernel does it; None where copies are faster, or none can. `nbytes` are those of all ranks' parts."""
-        if nbytes == 0 or not 1 < self._size <= ONESHOT_RANKS:
-            return None
-        if collective in _CUT:
-            name = "exchange" if collective in REDUCING else "gather"
-            return name if nbytes - nbytes // self._size <= _MOST_CUT else None
-        if collective is not Collective.ALLREDUCE:
-            return None
-        if nbytes <= _SMALL:
-            return "oneshot"
-        reads, most = self._reads(nbytes)
-        return "exchange" if reads <= most else None
-
-    def _two_shot(self, nbytes: int) -> bool:
-        """Whether each rank reduces a part. Three read a third less then, and wait once more: that takes as long."""
-        return self._size > 3 and (self._size - 1) * nbytes > _ONE_SHOT
-
-    def _reads(self, nbytes: int) -> tuple[int, int]:
-        """How many bytes a rank reads of its peers in an exchange, and up to how many that beats copies."""
-        others = (self._size - 1) * nbytes
-        return (2 * others // self._size, _MOST_TWO_SHOT) if self._two_shot(nbytes) else (others, _MOST_ONE_SHOT)
+        return one_kernel.choose(collective, nbytes, self._size)
 
     def bind(self, call: Call) -> _native.KernelShape | None:
         """None where copies are faster, or no kernel does it."""
@@ -87,7 +67,7 @@ class OneKernel:
     def _exchange(self, call: Call) -> tuple[str, Exchange, int, int]:
         """Likewise."""
         size, segment, item = self._size, self._share.segment, call.dtype.itemsize
-        way = _CUT.get(call.collective) or (Way.TWO_SHOT if self._two_shot(call.nbytes) else Way.ONE_SHOT)
+        way = _CUT.get(call.collective) or (Way.TWO_SHOT if one_kernel.two_shot(call.nbytes, size) else Way.ONE_SHOT)
         each = call.nbytes // size if call.collective in _CUT else call.nbytes
         most = RING_SLOT_BYTES // (size if way in (Way.REDUCE_SCATTER, Way.ALLTOALL) else 1) // _PACK * _PACK
         chunk = min(most, max(_LEAST_CHUNK, -(-each // (BLOCKS * _PACK)) * _PACK))

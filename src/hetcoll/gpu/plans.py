@@ -19,26 +19,21 @@ from ..plan.algorithms.base import Algorithm
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
 from ..plan.order import Alike, enqueue_order, levels
-from ..plan.pipeline import parts, pipelined, ramp
+from ..plan.pieces import GRAIN, SLOTS, Cut, Lengths, cut, piece_bytes
+from ..plan.pipeline import pipelined, ramp
 from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
 from ..types import LOGICAL, REDUCING, ROOTED, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import codec_names
 from .message_kernel import Kernel as MessageKernels
 from .message_kernel import MessageKernel, Small
-from .slots import SLOTS
 
 if TYPE_CHECKING:
     from ..vendors.ccl.native import Native
     from ..vendors.devices.base import Device
     from .vendor_comm import GpuIslands
 
-_SMALLEST = 256 << 10  # bytes of a piece
-_GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
-_MOST_SMALLEST = _LEAST_LARGEST = 1 << 20
-_ENDS, _MIDDLE = 4, 3  # the first and last piece of a message have a part in 2**4 of it, most others one in 2**3
 _BASES = 32  # sets of plans that are kept, before they are cut into pieces
-_LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
 _LAG = SLOTS  # in levels: as many messages as may be under way
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 16, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
 _CODEC_BLOCK, _MOST_CODEC_BLOCKS, _ELEMENTS = 128, 256, 32  # of a codec, whose threads take so many elements each
@@ -109,7 +104,7 @@ class GpuPlans(Generic[S]):
             each = [r * (call.send_count // self._size) for r in range(self._size + 1)]
             return self._put_aside(call, each) if call.in_place else self._alltoallv(call, (each, each))
         item = call.dtype.itemsize
-        grain = max(1, _GRAIN // item)
+        grain = max(1, GRAIN // item)
         shares = call.shares(self._size)
         islands, local = self._serving(call.collective, call.dtype, call.op)
         entry = self._entry(call, islands)
@@ -124,15 +119,13 @@ class GpuPlans(Generic[S]):
             bool(call.compress),
         )
         base, alike = self._bases.get_or(key, lambda: self._base(call, islands, entry))
-        smallest, largest = _piece_bytes(call.nbytes, self._slot_bytes)
-        length, equal = parts(base, item * max(*shares[0], *shares[1]), smallest, grain * item)
+        made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, Lengths.of(base), item)
         if len(islands) == 1:
-            length = 1
-        most = largest // smallest
-        plan, order, rise = self._drawn.get_or((*key, length, most), lambda: self._draw(base, alike, length, most))
+            made = made._replace(at=(0, 1))
+        plan, order, rise = self._drawn.get_or((*key, made), lambda: self._draw(base, alike, made))
         points = plan.points()
         tables = [
-            offsets(counts, units // len(counts), at, grain, length * equal)
+            offsets(counts, units // len(counts), at, grain, made.length * made.equal)
             for counts, units, at in zip(shares, (plan.send_units, plan.recv_units), points, strict=True)
         ]
         return self._bind(Made(plan, order, rise, call.dtype, tables, call, local, points=points))
@@ -219,13 +212,13 @@ class GpuPlans(Generic[S]):
                     half.pieces.append((pieces[peer], Step(op, int(op is Op.RECV), src, dst, peer, channel)))
                     pieces[peer] += 1
             half.begins.append(half.table[-1])
-            half.table.extend(half.begins[-1] + x for x in _aligned(count, cuts[-1], max(1, _GRAIN // item)))
+            half.table.extend(half.begins[-1] + x for x in _aligned(count, cuts[-1], max(1, GRAIN // item)))
         half.rows.extend(zip_longest(*inside.values()))
         return half
 
     def _cuts(self, nbytes: int) -> tuple[int, ...]:
         """The units of a message at which its pieces begin and end."""
-        smallest, largest = _piece_bytes(nbytes, self._slot_bytes)
+        smallest, largest = piece_bytes(nbytes, self._slot_bytes)
         return ramp(max(1, -(-nbytes // smallest)), largest // smallest)
 
     def _entry(self, call: Call, islands: Islands) -> Algorithm:
@@ -278,12 +271,11 @@ class GpuPlans(Generic[S]):
         if len(islands) < self._size:
             among = "" if name == "islands" else " among islands"
             name += f"{among} {spell_islands(islands)}, their libraries inside and messages between"
-        first, most = _piece_bytes(nbytes, self._slot_bytes)
+        first, most = piece_bytes(nbytes, self._slot_bytes)
         return f"{name}, in pieces of up to {most} bytes, the first of {first}"
 
-    def _draw(self, base: list[Plan], alike: Alike, length: int, most: int) -> tuple[Plan, Order, Order]:
-        local = all(any(step.op is Op.LOCAL for step in plan.steps) for plan in base)
-        plans = pipelined(base, ramp(length, most * _LOCAL_MESSAGES if local else most), most)
+    def _draw(self, base: list[Plan], alike: Alike, made: Cut) -> tuple[Plan, Order, Order]:
+        plans = pipelined(base, made.at, made.most)
         mine = alike.ranks.index(self._rank)
         return plans[mine], enqueue_order(plans, SLOTS, alike)[mine], levels(plans, SLOTS, _LAG, alike)[mine]
 
@@ -340,13 +332,6 @@ class DeviceBinder:
         return reduce, (table.function(f"scale_{call.dtype.label}"), *shape)
 
 
-def _piece_bytes(nbytes: int, slot_bytes: int) -> tuple[int, int]:
-    """Bytes of the first and last piece of a message, and most of the others: each piece costs some microseconds, and
-    nothing of a piece can be used before all of it has come."""
-    largest = min(slot_bytes, max(_LEAST_LARGEST, _power(nbytes >> _MIDDLE)))
-    return min(max(_SMALLEST, _power(nbytes >> _ENDS)), _MOST_SMALLEST, largest // 2), largest
-
-
 def _aligned(count: int, units: int, grain: int) -> list[int]:
     """Where each of `units` equal units ends."""
     return offsets([count], units, range(1, units + 1), grain, units)
@@ -368,8 +353,3 @@ def _parts(sends: Sequence[tuple[Span | None, ...]], recvs: Sequence[tuple[Span 
     rows = max(len(sends), len(recvs))
     nothing = (None,) * len((*sends, *recvs)[0])
     return tuple(part for each in (sends, recvs) for row in (*each, *[nothing] * (rows - len(each))) for part in row)
-
-
-def _power(n: int) -> int:
-    """The power of two that is at least `n`."""
-    return 1 << max(0, n - 1).bit_length()

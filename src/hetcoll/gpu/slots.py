@@ -23,13 +23,14 @@ import numpy as np
 import hetcoll._native as _native
 
 from ..errors import InitError
+from ..plan import pieces
+from ..plan.pieces import SLOTS
 from ..vendors.devices.kernels.table import AWAITED, MESSAGE_COUNTERS, MESSAGE_RING, ONESHOT_RANKS
 
 if TYPE_CHECKING:
     from ..plan.topology import Topology
     from ..vendors.devices.base import Device
 
-SLOTS = 3
 CHANNELS = 3  # native/base/message.h
 WORD_BYTES = 64  # bytes from one slot's word to the next: native/gpu/queue.h
 WORDS_BYTES = 4096  # bytes in front of an edge's slots
@@ -38,10 +39,6 @@ _CAPTURED = 16  # bytes from a rank's abort word to its words about captured cal
 _KERNELS, _STREAMS = 1, 2  # bits of a rank's abort word: those that wait have been let go; native/transport/shm/slots.h
 _RELEASED = 1 << 62  # above the number of any message
 _PAGE = 4096
-# Bytes of slots in use at once: with half as much again all-reduces of four H200s take a tenth longer.
-_CACHED = 24 << 20
-_NEAR = 48 << 20  # of those on a GPU, for each channel
-_LEAST_SLOT = _SLOT_STEP = 256 << 10
 BLOCKS, RING_SLOTS, RING_SLOT_BYTES = 32, 4, 32 << 10  # of an exchange kernel: devices/kernels/exchange.h
 _RING = BLOCKS * RING_SLOTS * RING_SLOT_BYTES
 _RING_WORDS = BLOCKS * RING_SLOTS * (1 + ONESHOT_RANKS) * WORD_BYTES
@@ -53,19 +50,9 @@ assert _CAPTURED + 16 <= AWAITED <= WORD_BYTES - ONESHOT_RANKS
 
 
 def slot_bytes(topology: Topology, *, near: bool = False) -> int:
-    """Bytes of a slot, the same on all ranks: so small that what is in the slots of a host stays in the part of the
-    last-level cache that devices may write to, else large, to hide what a message costs. Where some messages go between
-    hosts, what was measured to be best over sockets. `near`: ranks of one island have theirs on GPUs.
-
-    Not all ranks fill slots at full speed: those of the largest island wait for the others, which have as much to send.
-    """
-    ranks = len(topology.ranks)
-    if any(topology.far(0, peer) for peer in range(1, ranks)):
-        return 2 << 20
-    if near and len(topology.islands) == 1:
-        return max(_LEAST_SLOT, _NEAR // (SLOTS * ranks) // _SLOT_STEP * _SLOT_STEP)
-    busy = min(ranks, 2 * (ranks - max(map(len, topology.islands))))
-    return max(_LEAST_SLOT, _CACHED // (SLOTS * max(2, busy)) // _SLOT_STEP * _SLOT_STEP)
+    """Bytes of a slot, the same on all ranks: see `pieces.slot_bytes`."""
+    ranks, largest = len(topology.ranks), max(map(len, topology.islands))
+    return pieces.slot_bytes(ranks, largest, far=any(topology.far(0, peer) for peer in range(1, ranks)), near=near)
 
 
 @dataclass(frozen=True, slots=True)

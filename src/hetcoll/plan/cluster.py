@@ -10,12 +10,15 @@ from typing import Any
 from ..types import ROOTED, Collective
 from .document import Document
 from .ir import Op, Step
+from .pieces import CALLS
 from .simulator.graph import Group, Route, Server, Symmetry, Use
 
 HOSTS = {
     "name": "name", "count": "count", "ranks": "some", "vendor": "cuda|hip", "cores": "some", "nics": "some",
     "nic": "bandwidth", "pcie": "bandwidth", "fabric": "bandwidth", "memory": "bandwidth", "reduce": "bandwidth",
-    "sockets": "bandwidth", "latency": "time", "launch": "time", "speed": "factor",
+    "sockets": "bandwidth", "latency": "time", "launch": "time", "speed": "factor", "islands": "islands",
+    "pinned": "bandwidth", "spilled": "bandwidth", "copy": "time", "idle": "time", "kernel": "time", "chunk": "time",
+    "enqueue": "time",
 }  # fmt: skip
 NETWORK = {"latency": "time", "overhead": "time", "hosts_per_switch": "some", "uplink": "bandwidth"}
 TRAINING = {"samples": "some", "gradients": "size", "hidden": "part"}
@@ -31,6 +34,12 @@ class Kind:
     `memory`, `reduce`: how fast a rank copies through shared memory, and adds. `sockets`: how fast a core moves bytes
     through the kernel. `latency`: of a message inside a host. `launch`: of a vendor's collective. `speed`: samples a
     second of one rank in training.
+
+    Of messages between GPUs of a host: `islands`, the places of those that a vendor's library joins, if it does not
+    join all of its GPUs everywhere; `pinned`, how fast the host's memory takes and gives what all GPUs copy there, and
+    `spilled`, where this does not fit its cache; `enqueue`, how long its processor takes for a call of the driver;
+    `copy` and `kernel`, how long one takes to begin, during `idle` of which the engine that copies does nothing else;
+    `chunk`, how long one of a kernel takes to another GPU besides its bytes.
     """
 
     name: str
@@ -48,6 +57,14 @@ class Kind:
     latency: float = 0.25e-6
     launch: float = 15e-6
     speed: float = 0.0
+    islands: tuple[tuple[int, ...], ...] = ()
+    pinned: float = float("inf")
+    spilled: float = 0.0
+    copy: float = 10e-6
+    idle: float = 5.6e-6
+    kernel: float = 5e-6
+    chunk: float = 15e-6
+    enqueue: float = 0.8e-6
 
     @property
     def crowding(self) -> float:
@@ -99,7 +116,9 @@ class Cluster:
         vendors: dict[str, list[int]] = {}
         alone: list[tuple[int, ...]] = []
         for host, kind in zip(self.hosts, self.kind_of, strict=True):
-            if kind.vendor:
+            if kind.islands:
+                alone += [tuple(host[place] for place in island) for island in kind.islands]
+            elif kind.vendor:
                 vendors.setdefault(kind.vendor, []).extend(host)
             else:
                 alone += [(rank,) for rank in host]
@@ -191,13 +210,25 @@ def _kinds(document: Document) -> tuple[Kind, ...]:
             if key not in values:
                 document.refuse(("hosts", i), f"wanted {key} there")
         if values.get("vendor"):
-            values = {"latency": 10e-6, "reduce": 500e9} | values
+            values = {"latency": 1e-6, "reduce": 500e9} | values
+        _check_islands(document, i, values)
         if values["name"] in [kind.name for kind in kinds]:
             document.refuse(("hosts", i, "name"), f"{values['name']!r} is taken")
         kinds.append(Kind(**values))
     if not any(kind.count for kind in kinds):
         document.refuse(("hosts",), "wanted at least one host")
     return tuple(kinds)
+
+
+def _check_islands(document: Document, i: int, values: dict[str, Any]) -> None:
+    if "islands" not in values:
+        return
+    places = sorted(place for island in values["islands"] for place in island)
+    if not values.get("vendor"):
+        document.refuse(("hosts", i, "islands"), "wanted a vendor there, whose library joins them")
+    if places != list(range(values["ranks"])):
+        problem = f"wanted each of the places 0 to {values['ranks'] - 1} once, got {places}"
+        document.refuse(("hosts", i, "islands"), problem)
 
 
 def _by_host(document: Document, kinds: tuple[Kind, ...], table: str, kind: str) -> dict[int, Any]:
@@ -216,8 +247,9 @@ def _by_host(document: Document, kinds: tuple[Kind, ...], table: str, kind: str)
 class Wiring:
     """What tasks occupy in a cluster. See `simulator.graph.Hardware`."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._c = cluster
+    def __init__(self, cluster: Cluster, spilling: frozenset[int] = frozenset()) -> None:
+        """`spilling`: hosts on which slots of GPUs do not fit the cache."""
+        self._c, self._spilling = cluster, spilling
         self._members: dict[int, tuple[int, dict[int, int], float]] = {}  # by an island's first rank
 
     def home(self, symmetry: Symmetry, server: Server) -> Server:
@@ -225,7 +257,7 @@ class Wiring:
         what, where, which = server
         if what.startswith("switch"):
             return (what, 0, which)
-        if what.startswith("card"):
+        if what.startswith("card") or what == "memory":
             rank = symmetry.home(self._c.hosts[where][0])[0]
             return (what, self._c.host_of[rank], which)
         return (what, symmetry.home(where)[0], which)
@@ -236,6 +268,8 @@ class Wiring:
             return f"{what} {where}"
         if what.startswith("card"):
             return f"{what} {which} of {self._c.name(where)}"
+        if what == "memory":
+            return f"{what} of {self._c.name(where)}"
         host = self._c.host_of[where]
         return f"{what} {where - self._c.hosts[host][0]} of {self._c.name(host)}"
 
@@ -245,11 +279,12 @@ class Wiring:
             return self._inside(a, b, from_host, reduces)
         c, near, far = self._c, self._c.kind_of[from_host], self._c.kind_of[to_host]
         way = [self._card("card out", a), *self._switches(from_host, to_host), self._card("card in", b)]
-        out = [*self._end(a, near, "pcie out"), *way, *([self._use(b, "pcie in", far.pcie)] if far.vendor else [])]
-        into = [] if far.vendor else self._end(b, far, "core")
+        out = [*self._end(a, near, "pcie out"), *way]
+        into = [self._use(b, "pcie in", far.pcie, far.idle)] if far.vendor else self._end(b, far, "core")
         if reduces:
             into.append(self._use(b, "gpu" if far.vendor else "core", far.reduce / far.crowding))
-        return Route(tuple(out), tuple(into), c.latency * self._slower(to_host))
+        starts = self._start(a, near), self._start(b, far, reduces)
+        return Route(tuple(out), tuple(into), c.latency * self._slower(to_host), starts)
 
     def work(self, rank: int, op: Op) -> tuple[Use, ...]:
         kind = self._c.kind_of[self._c.host_of[rank]]
@@ -270,7 +305,8 @@ class Wiring:
         host = c.host_of[rank]
         kind, what = c.kind_of[host], step.local.kind if step.local else Collective.ALLREDUCE
         passes = 1.0 if what in ROOTED else (k - 1) / k * (2 if what is Collective.ALLREDUCE else 1)
-        wait = (kind.launch + c.latency * 2 * ceil(log2(len(hosts)))) * slow
+        begins = kind.launch if len(c.islands) == 1 else kind.kernel  # among several the host enqueues it meanwhile
+        wait = (begins + c.latency * 2 * ceil(log2(len(hosts)))) * slow
         uses = [Use(("fabric", rank, 0), passes / kind.fabric * slow, wait)]
         if len(hosts) > 1:
             for card in ("card out", "card in"):
@@ -278,20 +314,44 @@ class Wiring:
                 uses.append(Use(server, per_byte * passes / hosts[host]))
         return tuple(uses)
 
+    def kernel(self, rank: int, rounds: int) -> tuple[Use, ...]:
+        """Of a kernel that does a whole collective: it writes and reads the host's memory by turns."""
+        host = self._c.host_of[rank]
+        kind, memory = (
+            self._c.kind_of[host],
+            Use(("memory", host, 0), self._slower(host) / self._c.kind_of[host].pinned),
+        )
+        return (self._use(rank, "pcie", kind.pcie, kind.kernel + rounds * kind.chunk), memory)
+
     def _inside(self, a: int, b: int, host: int, reduces: bool) -> Route:
         kind = self._c.kind_of[host]
         if kind.vendor:
-            into = (self._use(b, "gpu", kind.reduce),) if reduces else ()
-            out = (self._use(a, "pcie out", kind.pcie), self._use(b, "pcie in", kind.pcie))
-            return Route(out, into, kind.latency * self._slower(host))
+            spills = kind.spilled and host in self._spilling
+            memory = Use(("memory", host, 0), self._slower(host) / (kind.spilled if spills else kind.pinned))
+            into = [self._use(b, "pcie in", kind.pcie, kind.idle), memory]
+            if reduces:
+                into.append(self._use(b, "gpu", kind.reduce))
+            starts = self._start(a, kind), self._start(b, kind, reduces)
+            out = (self._use(a, "pcie out", kind.pcie, kind.idle), memory)
+            return Route(out, tuple(into), kind.latency * self._slower(host), starts)
         copies = kind.memory / kind.crowding
         second = self._use(b, "core", kind.reduce / kind.crowding if reduces else copies)
         return Route((self._use(a, "core", copies),), (second,), kind.latency * self._slower(host) * kind.crowding)
 
+    def host(self, rank: int, op: Op) -> float:
+        kind = self._c.kind_of[self._c.host_of[rank]]
+        return (CALLS[op] * kind.enqueue + kind.launch * (op is Op.LOCAL)) * self._slower(self._c.host_of[rank])
+
+    def _start(self, rank: int, kind: Kind, reduces: bool = False) -> float:
+        """How long a piece takes to begin: a copy, and where it is added to what is there a kernel behind it."""
+        if not kind.vendor:
+            return 0.0
+        return (max(0.0, kind.copy - kind.idle) + kind.kernel * reduces) * self._slower(self._c.host_of[rank])
+
     def _end(self, rank: int, kind: Kind, pcie: str) -> list[Use]:
         """What a message between hosts takes of the rank itself."""
         if kind.vendor:
-            return [self._use(rank, pcie, kind.pcie, self._c.overhead)]
+            return [self._use(rank, pcie, kind.pcie, self._c.overhead + kind.idle)]
         return [self._use(rank, "core", kind.sockets / kind.crowding, self._c.overhead * kind.crowding)]
 
     def _card(self, what: str, rank: int) -> Use:

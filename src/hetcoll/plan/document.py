@@ -24,6 +24,7 @@ _WANTED = {
     "some": "a whole number from 1 on",
     "factor": "a number above 0",
     "part": "a number from 0 to 1",
+    "islands": 'each place on a host once in a string, islands apart by |, such as "0,1|2,3"',
     "name": "letters, digits, '-' and '_' in a string",
 }
 _QUANTITY = re.compile(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*([A-Za-z/]*)\s*")
@@ -56,6 +57,10 @@ class Document:
             number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
             right = 0 < number < float("inf") if kind == "factor" else 0 <= number <= 1
             found = number if right else None
+        elif kind == "islands":
+            words = [part.split(",") for part in value.split("|")] if isinstance(value, str) else [[""]]
+            numbers = all(word.strip().isdecimal() for part in words for word in part)
+            found = tuple(tuple(map(int, part)) for part in words) if numbers else None
         elif kind == "name":
             found = value if isinstance(value, str) and re.fullmatch(r"[\w-]+", value) else None
         else:

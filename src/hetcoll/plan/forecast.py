@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import ArgumentError
-from ..types import Collective
+from ..types import WHOLE, Collective
 from .algorithms import ALGORITHMS, Algorithm, find
 from .algorithms.among import among
 from .algorithms.atoms import AMONG
 from .algorithms.hosts import among_hosts, runs_among
 from .algorithms.islands import ISLANDS
 from .cluster import Cluster, Wiring
-from .ir import Plan
+from .ir import Op, Plan, Step
+from .one_kernel import CUT, MOST_RANKS, moves
+from .pieces import BEGIN_CALLS, SLOTS, Cut, Lengths, cut, slot_bytes, spill
 from .simulator.graph import Outcome, Server, Symmetry, Tasks, Weaver, alike
+from .simulator.streams import Piecewise
 from .simulator.timing import everyone
 
 MOST_TASKS = 3_000_000
 MANY = 256
+KERNEL = "kernel"
 
 
 class Forecast(NamedTuple):
     """The tasks of one algorithm. `standing`: of so many ranks, which stand for all."""
 
     algorithm: str
-    tasks: Tasks
+    tasks: Tasks | Kernels
     standing: int
 
     def links(self, outcome: Outcome) -> list[tuple[str, float]]:
@@ -56,10 +61,45 @@ def candidates(cluster: Cluster, collective: Collective) -> list[str]:
             entry.levels is not None and _of_cpus(cluster)
         ):
             names.append(name)
-    if collective.plain in ISLANDS and any(kind.vendor for kind in cluster.kinds if kind.count):
+    if collective.plain in ISLANDS and _of_gpus(cluster):
         names.insert(0, "islands")
+    if _by_kernel(cluster, collective):
+        names.append(KERNEL)
     many = ("islands", "ring", "tree", *(["direct"] if _of_cpus(cluster) else []))
     return [name for name in names if name in many] or names if cluster.size > MANY else names
+
+
+class Kernels:
+    """A collective of GPUs as one kernel a rank (`one_kernel`). How often one waits depends on the size."""
+
+    def __init__(self, cluster: Cluster, collective: Collective) -> None:
+        self._size, self._collective = cluster.size, collective.plain
+        self.hardware = Wiring(cluster)
+        self.steps: list[tuple[int, Step | None]] = []
+        self.servers: dict[Server, int] = {}
+
+    def run(self, nbytes: int) -> Outcome:
+        """With a larger buffer of `nbytes`."""
+        rounds, written, read = moves(self._collective, nbytes, self._size)
+        tasks = Tasks(1, self.hardware, lambda server: server)
+        for rank in range(self._size):
+            tasks.add(rank, None, round(written + read), self.hardware.kernel(rank, rounds), one=True)
+        self.servers, self.steps = tasks.servers, tasks.steps
+        return tasks.run(1)
+
+
+def named(collective: Collective, name: str) -> None:
+    """ArgumentError where there is no such algorithm to simulate."""
+    if name not in ("islands", KERNEL):
+        find(collective, name)
+
+
+def _by_kernel(cluster: Cluster, collective: Collective) -> bool:
+    """Whether one kernel a rank can do it there: on one host whose ranks all have GPUs, which no library joins."""
+    kinds = [kind for kind in cluster.kinds if kind.count]
+    able = collective.plain is Collective.ALLREDUCE or collective.plain in CUT
+    alone = len(cluster.hosts) == 1 < len(cluster.islands)
+    return able and alone and bool(kinds[0].vendor) and cluster.size <= MOST_RANKS
 
 
 def among_hosts_there(cluster: Cluster, entry: Algorithm) -> bool:
@@ -69,12 +109,17 @@ def among_hosts_there(cluster: Cluster, entry: Algorithm) -> bool:
 
 def _of_cpus(cluster: Cluster) -> bool:
     """Whether it is of several hosts, some of several ranks, none of which has a GPU."""
-    return 1 < len(cluster.hosts) < cluster.size and not any(kind.vendor for kind in cluster.kinds if kind.count)
+    return 1 < len(cluster.hosts) < cluster.size and not _of_gpus(cluster)
+
+
+def _of_gpus(cluster: Cluster) -> bool:
+    """Whether ranks have GPUs there."""
+    return any(kind.vendor for kind in cluster.kinds if kind.count)
 
 
 def _inside(cluster: Cluster) -> bool:
     """Whether vendors' libraries join ranks there."""
-    return any(kind.vendor for kind in cluster.kinds if kind.count) and len(cluster.islands) < cluster.size
+    return _of_gpus(cluster) and len(cluster.islands) < cluster.size
 
 
 def _among(cluster: Cluster, collective: Collective) -> bool:
@@ -91,7 +136,7 @@ def _runners(cluster: Cluster, entry: Algorithm) -> int:
 
 def forecasts(cluster: Cluster, collective: Collective, name: str, root: int = 0) -> list[Forecast]:
     """Of each form that an algorithm has in a cluster: see `forecast`."""
-    forms = name != "islands" and among_hosts_there(cluster, find(collective, name))
+    forms = name not in ("islands", KERNEL) and among_hosts_there(cluster, find(collective, name))
     return [forecast(cluster, collective, name, root, led=led) for led in ((True, False) if forms else (False,))]
 
 
@@ -108,6 +153,11 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0,
     """
     if cluster.size < 2:
         raise ArgumentError(f"{collective.label} of one rank moves nothing: wanted at least 2 ranks")
+    if name == KERNEL:
+        if not _by_kernel(cluster, collective):
+            wanted = f"wanted one host, of 2 to {MOST_RANKS} GPUs that no library joins"
+            raise ArgumentError(f"{collective.label} by one kernel is not for these ranks: {wanted}")
+        return Forecast(name, Kernels(cluster, collective), cluster.size)
     entry = ISLANDS.get(collective.plain) if name == "islands" else find(collective, name)
     if entry is None:
         raise ArgumentError(f"there is no {collective.label} by islands")
@@ -125,11 +175,10 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0,
         standing = symmetry.standing()
     else:
         symmetry, standing = everyone(cluster.size), list(range(cluster.size))
-    wiring = Wiring(cluster)
     kept = symmetry
 
     def home(server: Server) -> Server:
-        return wiring.home(kept, server) if len(standing) < cluster.size else server
+        return Wiring(cluster).home(kept, server) if len(standing) < cluster.size else server
 
     first = draw.plan(standing[0])
     steps = len(standing) * len(first.steps)
@@ -138,11 +187,40 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0,
             f"{collective.label} by {name}: about {steps} steps of {len(standing)} ranks that may all differ, more "
             f"than {MOST_TASKS}: wanted fewer ranks, or hosts that are alike (no slow or lost ones, equal counts)"
         )
-    pipelined = len(first.islands) > 1
-    weaver = Weaver(max(first.send_units, first.recv_units), wiring, symmetry, home, pipelined=pipelined)
-    for rank in standing:
-        weaver.add(draw.plan(rank))
+    plans = [first, *(draw.plan(rank) for rank in standing[1:])]
+    alone = len(cluster.islands) == 1  # then it is one call of the vendor's library
+    how = _pieces(cluster, collective, plans) if _of_gpus(cluster) and not alone else None
+    wiring = Wiring(cluster, _spilling(cluster, plans) if how else frozenset())
+    weaver = Weaver(max(first.send_units, first.recv_units), wiring, symmetry, home, how)
+    for plan in plans:
+        weaver.add(plan)
     return Forecast(name, weaver.done(), len(standing))
+
+
+def _pieces(cluster: Cluster, collective: Collective, plans: list[Plan]) -> Piecewise:
+    """How messages between GPUs are cut: as a communicator of these ranks cuts them."""
+    lengths, slot = Lengths.of(plans), _slot(cluster)
+
+    def cut_of(nbytes: int) -> Cut:
+        share = nbytes if collective in WHOLE else -(-nbytes // cluster.size)
+        return cut(nbytes, share, slot, lengths)
+
+    begin = max(kind.enqueue for kind in cluster.kinds if kind.count) * BEGIN_CALLS
+    return Piecewise(cut_of, lengths.longest, SLOTS, begin)
+
+
+def _spilling(cluster: Cluster, plans: list[Plan]) -> frozenset[int]:
+    """The hosts whose slots do not fit their caches."""
+    host_of, fifos = cluster.host_of, set[tuple[int, int, int]]()
+    for plan in plans:
+        steps = (step for step in plan.steps if step.op is Op.SEND and host_of[step.peer] == host_of[plan.rank])
+        fifos.update((plan.rank, step.peer, step.channel) for step in steps)
+    counts, slot = Counter(host_of[rank] for rank, _, _ in fifos), _slot(cluster)
+    return frozenset(host for host, count in counts.items() if spill(count, slot))
+
+
+def _slot(cluster: Cluster) -> int:
+    return slot_bytes(cluster.size, max(map(len, cluster.islands)), far=len(cluster.hosts) > 1)
 
 
 class _Drawing:

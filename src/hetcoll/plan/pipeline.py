@@ -6,11 +6,10 @@ whole algorithm on a part of the data, and a lane runs all pieces of its first s
 different steps overlap as far as lanes, deps and messages allow, and what `simulator.check` proves of a plan it proves
 of its pieces.
 
-    length, equal = parts(plans, nbytes, smallest, grain)
     cuts = ramp(length, slot // smallest)                           small at both ends, to fill and drain quickly
     plan = pipelined(plans, cuts)[rank]
-    where the spans of such a plan begin and end, aligned:
-    offsets([count], plan.recv_units, plan.points()[1], grain, length * equal)
+
+`pieces` says how many parts of which size there are, and how they are aligned.
 
 Examples
 --------
@@ -23,14 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
-from math import lcm
 
 from ..errors import ArgumentError
 from ..types import WHOLE, Collective
 from .ir import Op, Plan, Span, Step
 from .simulator import follows
-
-_MOST_EQUAL = 1024  # aligned units of a part: more would leave parts that are mostly alignment
 
 
 def ramp(length: int, most: int) -> tuple[int, ...]:
@@ -58,48 +54,6 @@ def share_units(plan: Plan) -> int:
     return max(1, plan.send_units, plan.recv_units) if plan.collective in WHOLE else plan.pieces
 
 
-def parts(plans: Sequence[Plan], nbytes: int, smallest: int, grain: int = 1) -> tuple[int, int]:
-    """How many parts of at most `smallest` bytes make the longest message of `plans`, and how each is aligned.
-
-    Parameters
-    ----------
-    plans
-        Of all ranks, not yet pipelined.
-    nbytes
-        Bytes of the buffer, or of its longest share, where it consists of shares.
-    smallest
-        Bytes of the smallest piece. Pieces of up to ``slot // smallest`` parts fit a slot.
-    grain
-        Bytes that units will be aligned to (see `ir.offsets`).
-
-    Returns
-    -------
-    length
-        What `ramp` wants: at least 1, rounded up to three significant bits, so that few plans serve all sizes.
-    equal
-        Into how many equal runs of units each part is cut, for `ir.offsets`. All units where these are few, else what
-        the members of islands own, since vendors' libraries want that equal; 1 where that is too much, too.
-
-    Raises
-    ------
-    ArgumentError
-        `smallest` does not hold one grain of each unit of the longest message, nor two grains and more.
-    """
-    units, longest = share_units(plans[0]), _longest(plans)
-    inside = lcm(*map(len, plans[0].islands))
-    for equal in (units, inside, 1):
-        # Bytes that the longest message of a part may have, before alignment; what is cut elsewhere adds a grain.
-        room = smallest // longest // grain * grain * longest
-        if equal < units:
-            room = smallest - grain - -(-longest * equal * grain // units)
-        fits = equal == 1 or (equal <= _MOST_EQUAL and (equal == units or 2 * room >= smallest))
-        if fits and room > 0:
-            wanted = max(1, -(-nbytes * longest // (units * room)))
-            coarse = 1 << max(0, wanted.bit_length() - 3)
-            return -(-wanted // coarse) * coarse, equal
-    raise ArgumentError(f"a piece of {smallest} bytes does not hold {longest} units of {grain} bytes")
-
-
 def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = None) -> list[Plan]:
     """The plans of all ranks with every message cut into pieces.
 
@@ -125,11 +79,11 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
         raise ArgumentError(f"wanted rising cuts from 0 on, got {tuple(cuts)}")
     if cuts[-1] == 1 or any(plan.collective is Collective.BARRIER for plan in plans):
         return list(plans)
-    units = (most or cuts[-1]) * _longest(plans)
+    units = (most or cuts[-1]) * longest_message(plans)
     return [_pipelined(plan, tuple(cuts), units, _starts(plans, plan.island)) for plan in plans]
 
 
-def _longest(plans: Sequence[Plan]) -> int:
+def longest_message(plans: Sequence[Plan]) -> int:
     """Units of the longest message, of which shares go one by one."""
     spans = [step.src or step.dst for plan in plans for step in plan.steps if step.peer >= 0]
     return min(share_units(plans[0]), max((span.count for span in spans if span is not None), default=1))

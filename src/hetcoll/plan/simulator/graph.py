@@ -11,7 +11,6 @@ first, and which one may differ.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -23,10 +22,10 @@ import hetcoll._native as _native
 
 from ..ir import Op, Plan, Span, Step
 from .node import follows, wrong
+from .streams import Lane, Piecewise, cut_up
 
 PIECE = 64 << 10  # bytes that move at a time
 LEAST_PIECES, MOST_PIECES = 8, 256  # bounds of what a task is cut into at most; fewer where there are many tasks
-SLOT = 4 << 20  # bytes of a message between GPUs that move at a time
 EVENTS = 4_000_000  # about so many in a run
 SEND, RECV_REDUCE, LOCAL = Op.SEND, Op.RECV_REDUCE, Op.LOCAL  # members of an enum are slow to look up
 
@@ -44,11 +43,13 @@ class Use(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What a message occupies at its source and on its way, what at its end, and how much later it is seen there."""
+    """What a message occupies at its source and on its way, what at its end, and how much later it is seen there;
+    between GPUs also how long each piece takes to begin, at its source and at its end."""
 
     out: tuple[Use, ...]
     into: tuple[Use, ...]
     delay: float
+    starts: tuple[float, float] = (0.0, 0.0)
 
 
 class Hardware(Protocol):
@@ -62,6 +63,9 @@ class Hardware(Protocol):
 
     def local(self, rank: int, island: tuple[int, ...], step: Step) -> tuple[Use, ...]:
         """Of a vendor's collective, on one member."""
+
+    def host(self, rank: int, op: Op) -> float:
+        """Seconds in which the host of a GPU enqueues a piece of a step."""
 
     def name(self, server: Server) -> str:
         """For people."""
@@ -142,14 +146,20 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class Tasks:
-    """The tasks of a set of plans. `steps` has the rank and step of each; a step is None where members gather."""
+    """The tasks of a set of plans. `steps` has the rank and step of each; a step is None where members gather, and
+    where a call begins. `piecewise` and what lies between `messages` and `fifos` are for GPUs, see `streams`."""
 
     whole: int  # units of the larger buffer
     hardware: Hardware
     home: Callable[[Server], Server]
-    pipelined: bool = False  # for GPUs: every task is cut into as many pieces as every other
+    piecewise: Piecewise | None = None
     steps: list[tuple[int, Step | None]] = field(default_factory=list)
-    longest: int = 0  # units of a message
+    messages: list[bool] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)  # seconds of the host for each piece
+    begun: dict[int, int] = field(default_factory=dict)  # by rank, where its call begins
+    lanes: list[Lane] = field(default_factory=list)
+    fifos: list[tuple[list[int], list[int]]] = field(default_factory=list)  # sends and receives
     servers: dict[Server, int] = field(default_factory=dict)
     units: list[int] = field(default_factory=list)
     one: list[bool] = field(default_factory=list)  # whether it is of one piece at any size
@@ -157,12 +167,24 @@ class Tasks:
     then: list[tuple[int, int, bool, float]] = field(default_factory=list)  # task, waiting, paced, delay
     _arrays: tuple[NDArray[Any], ...] = ()
 
-    def add(self, rank: int, step: Step | None, units: int, uses: Iterable[Use], *, one: bool = False) -> int:
+    def add(
+        self,
+        rank: int,
+        step: Step | None,
+        units: int,
+        uses: Iterable[Use],
+        *,
+        one: bool = False,
+        start: float = 0.0,
+    ) -> int:
         """A task; its number."""
         task = len(self.steps)
         self.steps.append((rank, step))
         self.units.append(units)
         self.one.append(one)
+        self.messages.append(step is not None and step.peer >= 0)
+        self.starts.append(start)
+        self.hosts.append(0.0 if step is None or self.piecewise is None else self.hardware.host(rank, step.op))
         for use in uses:
             server = self.servers.setdefault(self.home(use.server), len(self.servers))
             self.uses.append((task, server, use.per_byte * units, use.first))
@@ -170,24 +192,29 @@ class Tasks:
 
     def run(self, nbytes: int) -> Outcome:
         """With a larger buffer of `nbytes`."""
+        if self.piecewise is not None:
+            return self._run_pieces(self.piecewise, nbytes)
         if not self._arrays:
             self._arrays = self._columns()
         units, one, uses_at, server, per_unit, first, then_at, then, paced, delay, used = self._arrays
         unit = nbytes / self.whole
-        if self.pipelined:
-            count = max(1, min(8, nbytes >> 20), min(MOST_PIECES, math.ceil(self.longest * unit / SLOT)))
-            pieces = np.full(len(units), count, np.int32)
-        else:
-            most = min(MOST_PIECES, max(LEAST_PIECES, EVENTS // max(1, len(self.steps))))
-            pieces = np.clip(np.ceil(units * (unit / PIECE)), 1, np.where(one, 1, most)).astype(np.int32)
+        most = min(MOST_PIECES, max(LEAST_PIECES, EVENTS // max(1, len(self.steps))))
+        pieces = np.clip(np.ceil(units * (unit / PIECE)), 1, np.where(one, 1, most)).astype(np.int32)
         each = per_unit * unit / pieces[used]
-        if self.pipelined:  # each piece is an operation of its own
-            each, first = each + first, np.zeros_like(first)
         arrays = (pieces, uses_at, server, each, first, then_at, then, paced, delay)
+        return self._timed(arrays, np.arange(len(self.steps)))
+
+    def _run_pieces(self, how: Piecewise, nbytes: int) -> Outcome:
+        graph = cut_up(self, how, nbytes)
+        return self._timed(graph.arrays, graph.first)
+
+    def _timed(self, arrays: tuple[NDArray[Any], ...], firsts: NDArray[np.int64]) -> Outcome:
+        """`firsts`: where in the arrays each task begins."""
         begin, end, busy = map(np.frombuffer, _native.run_tasks(arrays, len(self.servers)))
         if len(end) and end.min() < 0:
-            rank, step = self.steps[int(np.argmin(end))]
+            rank, step = self.steps[int(np.searchsorted(firsts, int(np.argmin(end)), side="right")) - 1]
             raise ValueError(f"rank {rank} waits for ever at {step}")
+        begin, end = np.minimum.reduceat(begin, firsts), np.maximum.reduceat(end, firsts)
         return Outcome(float(end.max(initial=0.0)), busy, begin, end)
 
     def _columns(self) -> tuple[NDArray[Any], ...]:
@@ -220,10 +247,9 @@ class Weaver:
         hardware: Hardware,
         symmetry: Symmetry,
         home: Callable[[Server], Server],
-        *,
-        pipelined: bool = False,
+        piecewise: Piecewise | None = None,
     ) -> None:
-        self.tasks = Tasks(max(1, whole), hardware, home, pipelined)
+        self.tasks = Tasks(max(1, whole), hardware, home, piecewise)
         self._hardware, self._symmetry = hardware, symmetry
         self._sends: dict[tuple[int, int, int], list[int]] = {}
         self._recvs: dict[tuple[int, int, int], list[int]] = {}
@@ -238,7 +264,11 @@ class Weaver:
         heads: dict[int, int] = {}
         routes: dict[tuple[int, bool], Route] = {}
         row: list[int] = []
+        lanes: dict[int, Lane] = {}
         locals_seen = 0
+        begun = None
+        if tasks.piecewise is not None:
+            begun = tasks.begun[rank] = tasks.add(rank, None, 0, (), one=True)
         for step in plan.steps:
             op, peer = step.op, step.peer
             units = _units(step)
@@ -249,25 +279,29 @@ class Weaver:
                     ends = (rank, peer) if op is SEND else (peer, rank)
                     routes[key] = self._hardware.route(*ends, key[1])
                 route = routes[key]
-                tasks.longest = max(tasks.longest, units)
-                task = tasks.add(rank, step, units, route.out if op is SEND else route.into)
+                uses, start = (route.out, route.starts[0]) if op is SEND else (route.into, route.starts[1])
+                task = tasks.add(rank, step, units, uses, start=start)
                 self._meet(rank, step, task, route.delay)
             elif op is LOCAL:
                 gate = self._gate(plan, locals_seen)
                 locals_seen += 1
                 task = tasks.add(rank, step, units, self._hardware.local(rank, plan.island, step), one=True)
-                tasks.then.append((gate, task, tasks.pipelined, 0.0))
+                tasks.then.append((gate, task, True, 0.0))
             else:
                 task = tasks.add(rank, step, units, self._hardware.work(rank, op))
             target = task if gate is None else gate
-            before = heads.get(step.lane)
-            if before is not None:
-                tasks.then.append((before, target, False, 0.0))
             for d in step.deps:
-                paced = tasks.pipelined or (gate is None and follows(plan, plan.steps[d], step))
+                paced = begun is not None or (gate is None and follows(plan, plan.steps[d], step))
                 tasks.then.append((row[d], target, paced, 0.0))
+            if begun is not None:
+                lanes.setdefault(step.lane, Lane()).add(task, target, together=gate is not None and not step.deps)
+                if not step.deps:
+                    tasks.then.append((begun, target, True, 0.0))
+            elif (before := heads.get(step.lane)) is not None:
+                tasks.then.append((before, target, False, 0.0))
             heads[step.lane] = task
             row.append(task)
+        tasks.lanes += lanes.values()
         self._plans[rank] = replace(plan, steps=())
 
     def _meet(self, rank: int, step: Step, task: int, delay: float) -> None:
@@ -301,6 +335,7 @@ class Weaver:
             if len(sends) != len(recvs):
                 problem = f"{name} carries {len(sends)} messages but {len(recvs)} are received"
                 raise wrong(self._plans[into], None, problem)
+            tasks.fifos.append((sends, recvs))
             for send, recv in zip(sends, recvs, strict=True):
                 if tasks.units[send] != tasks.units[recv]:
                     problem = f"wanted a message of {tasks.units[recv]} units, got {tasks.units[send]} on {name}"

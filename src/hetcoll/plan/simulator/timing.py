@@ -59,5 +59,8 @@ class _Hosts:
         link = self._machine.island
         return (Use(("island", rank, 0), 1 / link.bandwidth, link.latency),)
 
+    def host(self, rank: int, op: Op) -> float:
+        return 0.0
+
     def name(self, server: Server) -> str:
         return f"{server[0]} of {'host' if server[0] in ('in', 'out') else 'rank'} {server[1]}"
