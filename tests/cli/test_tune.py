@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,10 @@ from hetcoll import calls
 from hetcoll.cli import tune
 from hetcoll.links.tuned import place
 from hetcoll.plan import tuned, tuner
+from hetcoll.plan.machine import Network
 from hetcoll.types import Collective
+
+KINDS_INSIDE = [kind for kind in tune.KINDS if kind is not Collective.ALLTOALL]  # that has one way inside a host
 
 
 def _hetcoll(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +30,7 @@ def _hetcoll(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, env=os.environ | env, check=False)
 
 
-def measure(comm: hetcoll.Communicator) -> list[tuned.Measured]:
+def measure(comm: hetcoll.Communicator, sizes: Sequence[int] = tune.SIZES) -> list[tuned.Measured]:
     """With a clock by which the algorithms of longer names are faster: what they are bound to is what runs."""
 
     def time(child: hetcoll.Communicator, kind: Collective, nbytes: int) -> float:
@@ -37,14 +40,14 @@ def measure(comm: hetcoll.Communicator) -> list[tuned.Measured]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune, "_time", time)
-        return tune._measure(comm, tune.SIZES)
+        return tune._measure(comm, sizes)
 
 
 @parametrize("transport", ["shm", "tcp"], first=1)
 def test_every_algorithm_that_may_be_chosen_is_measured(pool: Callable[..., Ranks], transport: str) -> None:
     found = pool(3, HETCOLL_TRANSPORT=transport, HETCOLL_TUNED="none").run(measure)
     assert found[0] == found[1] == found[2]
-    assert [one.collective for one in found[0]] == list(tune.KINDS)
+    assert [one.collective for one in found[0]] == [*KINDS_INSIDE]
     for one in found[0]:
         assert one.placed.hosts == (3,)
         assert one.placed.transport == transport
@@ -53,6 +56,40 @@ def test_every_algorithm_that_may_be_chosen_is_measured(pool: Callable[..., Rank
             assert seconds == tuple((nbytes + 1) / len(name) for nbytes in tune.SIZES)
         longest = max(map(len, one.seconds))
         assert [len(name) for _, name in one.rows()] == [longest]
+
+
+def between(comm: hetcoll.Communicator) -> tuple[list[tuned.Measured], tuple[tuned.Between, ...]]:
+    return measure(comm, (8, 1 << 10)), tune._networks(comm)
+
+
+def test_among_hosts_all_to_alls_and_the_network_are_measured(pool: Callable[..., Ranks]) -> None:
+    found = pool(4, HETCOLL_HOST_ID=("a", "a", "b", "b"), HETCOLL_TUNED="none").run(between)
+    times = {one.collective: one for one in found[0][0]}
+    assert [*times] == list(tune.KINDS)
+    assert set(times[Collective.ALLTOALL].seconds) == {"pairwise", "aggregated"}
+    [network], *others = [networks for _, networks in found]
+    assert network.hosts == (2, 2)
+    assert network.transport == "shm and tcp"
+    assert 0 < network.network.latency < DEADLINE
+    assert 1e5 < network.network.bandwidth < 1e12
+    assert others == [()] * 3
+
+
+def network_of(comm: hetcoll.Communicator) -> tuple[str, str]:
+    found = comm.explain("barrier", 0)
+    return found.algorithm, found.network
+
+
+def test_jobs_start_from_the_measured_network(launch: Callable[..., Ranks], tmp_path: Path) -> None:
+    """All choose by rank 0's, also what was not timed."""
+    file = tmp_path / "network.toml"
+    hosts, names = (1,) * 8, tuple("abcdefgh")
+    for latency, algorithm in ((500e-6, "direct"), (1e-6, "dissemination")):
+        network = tuned.Between(hosts, "tcp", Network(latency, 1e9))
+        file.write_text(tuned.write(tuned.Tuned(networks=(network,)), ["by hand"]))
+        ranks = launch(8, HETCOLL_TUNED=(str(file), *["none"] * 7), HETCOLL_HOST_ID=names)
+        told = f"network between hosts: 8 Gbit/s, {latency * 1e6:.3g} us a message, as measured"
+        assert ranks.run(network_of) == [(algorithm, told)] * 8
 
 
 def test_turns_that_differ_are_refused() -> None:
@@ -79,7 +116,7 @@ def test_jobs_choose_by_rank_0s(launch: Callable[..., Ranks], tmp_path: Path) ->
     seconds = {plain: (9e-6,), other: (1e-6,)}
     cores = min(2, len(os.sched_getaffinity(0)))
     one = tuned.Measured(Collective.ALLREDUCE, tuned.Placed((2,), cores, "shm"), (64,), seconds)
-    text = tuned.write([one], ["by hand"])
+    text = tuned.write(tuned.Tuned((one,)), ["by hand"])
     wanted = (other, f"measured with 64 bytes: {other} 1.0 us, {plain} 9.0 us")
     file = tmp_path / "times.toml"
     file.write_text(text)
@@ -94,7 +131,7 @@ def test_jobs_choose_by_rank_0s(launch: Callable[..., Ranks], tmp_path: Path) ->
 def test_a_file_that_is_wrong_ends_the_start(tmp_path: Path) -> None:
     file = tmp_path / "times.toml"
     one = tuned.Measured(Collective.REDUCE, tuned.Placed((2,), 2, "shm"), (8,), {"ring": (1.0,)})
-    file.write_text(tuned.write([one], ()).replace("hosts = [2]", "hosts = 2"))
+    file.write_text(tuned.write(tuned.Tuned((one,)), ()).replace("hosts = [2]", "hosts = 2"))
     done = _hetcoll("explain", "reduce", "8", HETCOLL_TUNED=str(file))
     assert done.returncode == 1
     assert f"{file}, line 4: measured.1.hosts: wanted a list, got 2" in done.stderr
@@ -112,8 +149,8 @@ def test_the_command(tmp_path: Path) -> None:
         assert files == []
         return
     assert files == [Path(place(str(tmp_path)))]
-    measured = tuned.read(files[0].read_text(), "file")
-    assert [one.collective for one in measured] == list(tune.KINDS)
+    measured = tuned.read(files[0].read_text(), "file").times
+    assert [one.collective for one in measured] == [*KINDS_INSIDE]
     assert all(one.rows()[-1][0] == tuner.UNLIMITED for one in measured)
     assert "HETCOLL_TUNED=none goes without it" in done.stdout
 

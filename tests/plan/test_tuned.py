@@ -13,7 +13,8 @@ from topologies import cluster
 from hetcoll.errors import ArgumentError
 from hetcoll.plan import tuner
 from hetcoll.plan.algorithms import ALGORITHMS
-from hetcoll.plan.tuned import Measured, Placed, lookup, read, write
+from hetcoll.plan.machine import Machine, Network
+from hetcoll.plan.tuned import Between, Measured, Placed, Tuned, lookup, read, write
 from hetcoll.types import Collective
 
 KIND = Collective.ALLREDUCE
@@ -34,7 +35,7 @@ def measurements(draw: st.DrawFn) -> Measured:
 
 @given(st.lists(measurements(), max_size=4))
 def test_what_is_written_is_read(measured: list[Measured]) -> None:
-    found = read(write(measured, ["about", "it"]), "file")
+    found = read(write(Tuned(tuple(measured)), ["about", "it"]), "file").times
     assert [one[:3] for one in found] == [one[:3] for one in measured]
     for one, other in zip(found, measured, strict=True):
         assert one.seconds.keys() == other.seconds.keys()
@@ -77,7 +78,34 @@ def test_of_algorithms_that_may_be_taken() -> None:
     assert lookup(Collective.ALLGATHER, cluster(3), [three]) is None
 
 
-GOOD = write([ONE], ())
+def test_the_network_between_hosts_is_what_was_measured() -> None:
+    placed = Placed.of(cluster(2, 2, 2))
+    between = Between(placed.hosts, placed.transport, Network(500e-6, 20e6))
+    found = read(write(Tuned(networks=(between,)), ()), "file")
+    assert found == Tuned(networks=(between,))
+    there, elsewhere = found.machine(cluster(2, 2, 2)), found.machine(cluster(2, 2))
+    assert elsewhere == Machine()
+    assert there.on(cluster(2, 2, 2)).tcp[:3] == (500e-6, Machine().tcp.overhead, 20e6)
+    assert "0.16 Gbit/s, 500 us a message, as measured" in there.network(cluster(2, 2, 2))
+    far, near = (
+        tuner.table(Collective.BARRIER, cluster(*[1] * 8), machine=Machine(measured=Network(latency, 1e9)))
+        for latency in (500e-6, 1e-6)
+    )
+    assert far == [(tuner.UNLIMITED, "direct")], "one round"
+    assert near == [(tuner.UNLIMITED, "dissemination")], "the fewest messages"
+
+
+def test_all_to_alls_with_counts_take_none_that_wants_equal_shares() -> None:
+    topology = cluster(2, 2)
+    times: dict[str, tuple[float, ...]] = {"aggregated": (1e-6,), "pairwise": (2e-6,)}
+    one = Measured(Collective.ALLTOALL, Placed.of(topology), (64,), times)
+    assert lookup(Collective.ALLTOALL, topology, [one]) == one
+    other = lookup(Collective.ALLTOALLV, topology, [one])
+    assert other is not None
+    assert other.rows() == [(tuner.UNLIMITED, "pairwise")]
+
+
+GOOD = write(Tuned((ONE,), (Between((2, 2), "tcp", Network(5e-6, 1e9)),)), ())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +122,10 @@ GOOD = write([ONE], ())
         ("ring = [3, 4, 5]", "ring = [3, 4, -5]", "us.ring: wanted a number above 0, got -5"),
         ("ring = [3, 4, 5]", "rign = [3, 4, 5]", "us.rign: is no algorithm of allreduce: there are chained, direct"),
         ("cores = 4", "cores = 4\nsize = 3", "measured.1.size: is no key here: there are collective, "),
-        ("[[measured]]", "[[measures]]", "measures: is no table here"),
+        ("[[measured]]", "[[measures]]", "measures: is no table here: there are [[measured]], [[network]]"),
+        ('latency = "5 us"', 'latency = "5"', "network.1.latency: wanted a time in a string"),
+        ('latency = "5 us"', 'latency = "0 us"', "network.1.latency: wanted more than no time"),
+        ('latency = "5 us"\n', "", "network.1: wanted latency there"),
         ("[[measured]]", "[[measured]", "file: "),
     ],
 )

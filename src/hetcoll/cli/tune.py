@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,15 +21,20 @@ from .. import ArgumentError, Communicator, HetcollError
 from ..config.env import environment
 from ..links import tuned as files
 from ..plan import tuned, tuner
+from ..plan.machine import Machine, Network
 from ..runtime.regroup import name_of
 from ..types import Collective
 from .sweeps import parse_size
 from .timing import timed
 
 SIZES = (8, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
-KINDS = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.ALLGATHER)  # that everyone waits for
+KINDS = (  # that everyone waits for
+    Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.ALLGATHER, Collective.ALLTOALL,
+)  # fmt: skip
 _CELL_US = 8000.0  # of calls that are timed, for each algorithm and size, in each turn
 _TURNS = 3
+_MESSAGES, _LONG = 20, 4 << 20  # there and back between two hosts; bytes of those that tell the rate
+_LEAST = 1e-7  # seconds that a network is taken for, at least
 _MOST_RANKS = 16
 _UNLIKE = 1.5  # times as long at one time as at another,
 _MOST_UNLIKE = 0.25  # which more than this part of all measurements may not take
@@ -64,11 +71,8 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         raise ArgumentError(f"--sizes: wanted 1 byte or more, got {sizes[0]}")
     if config.launch.launcher != "single":
         return _in_job(Path(args.measure or path), bool(args.measure), sizes)
-    measured: list[tuned.Measured] = []
-    for transport in args.transport:
-        for size in args.ranks or _ranks():
-            measured += _launch(transport, size, sizes)
-    _finish(measured, path)
+    found = [_launch(transport, size, sizes) for transport in args.transport for size in args.ranks or _ranks()]
+    _finish(tuned.Tuned(tuple(times for one in found for times in one.times)), path)
     return 0
 
 
@@ -83,7 +87,7 @@ def _ranks() -> list[int]:
     return sorted({min(n, _MOST_RANKS) for n in (2, cores, 2 * cores) if n > 1})
 
 
-def _launch(transport: str, size: int, sizes: Sequence[int]) -> tuple[tuned.Measured, ...]:
+def _launch(transport: str, size: int, sizes: Sequence[int]) -> tuned.Tuned:
     """What so many ranks of this host measure."""
     from ..tools import launch
 
@@ -103,11 +107,11 @@ def _in_job(path: Path, quiet: bool, sizes: Sequence[int]) -> int:
     with init() as comm:
         if any(info.vendor for info in comm._wiring.topology.ranks):
             raise ArgumentError("tune: wanted ranks on CPUs, got some with GPUs: HETCOLL_DEVICE=cpu makes them such")
-        measured = _measure(comm, sizes)
+        found = tuned.Tuned(tuple(_measure(comm, sizes)), _networks(comm))
         if comm.rank == 0 and quiet:
-            path.write_text(tuned.write(measured, ()))
+            path.write_text(tuned.write(found, ()))
         elif comm.rank == 0:
-            _finish(measured, path)
+            _finish(found, path)
         comm.barrier()
     return 0
 
@@ -115,21 +119,54 @@ def _in_job(path: Path, quiet: bool, sizes: Sequence[int]) -> int:
 def _measure(comm: Communicator, sizes: Sequence[int]) -> list[tuned.Measured]:
     """What each algorithm takes that could be chosen for these ranks. Collective."""
     topology = comm._wiring.topology
-    able = {kind: [*tuner.lines(kind, topology)] for kind in KINDS}
+    able = {kind: names for kind in KINDS if len(names := [*tuner.lines(kind, topology)]) > 1}
     times: dict[tuple[Collective, str], list[list[float]]] = {}  # of each turn, and there of each size
     for turn in range(_TURNS):  # whatever else the machine does meanwhile, it does not do each time
         for name in sorted({name for names in able.values() for name in names}):
-            kinds = [kind for kind in KINDS if name in able[kind]]
+            kinds = [kind for kind in able if name in able[kind]]
             algo = ",".join(f"{kind.label}:{name}" for kind in kinds)
             with alike(comm, f"tune {algo} {turn}", algo=algo) as child:
                 for kind in kinds:
                     times.setdefault((kind, name), []).append([_time(child, kind, nbytes) for nbytes in sizes])
     placed = tuned.Placed.of(topology)
     _check_alike(times.values(), f"{comm.size} ranks over {placed.transport}")
-    found: dict[Collective, dict[str, tuple[float, ...]]] = {kind: {} for kind in KINDS}
+    found: dict[Collective, dict[str, tuple[float, ...]]] = {kind: {} for kind in able}
     for (kind, name), turns in times.items():
         found[kind][name] = tuple(map(min, *turns))
-    return [tuned.Measured(kind, placed, tuple(sizes), seconds) for kind, seconds in found.items() if len(seconds) > 1]
+    return [tuned.Measured(kind, placed, tuple(sizes), seconds) for kind, seconds in found.items()]
+
+
+def _networks(comm: Communicator) -> tuple[tuned.Between, ...]:
+    """What messages take between rank 0's host and the others by TCP: of the slowest one. Collective; for rank 0."""
+    topology = comm._wiring.topology
+    if len(topology.hosts) == 1 or topology.between_hosts != "tcp":
+        return ()
+    peers = [host[0] for host in topology.hosts if 0 not in host]
+    ways = [(_half_way(comm, peer, 8), _half_way(comm, peer, _LONG)) for peer in peers]
+    if comm.rank != 0:
+        return ()
+    work = 2 * Machine().tcp.overhead  # of both ends, which the model counts apart
+    latency = max(max(short - work, _LEAST) for short, _ in ways)
+    bandwidth = min(_LONG / max(long - short, _LEAST) for short, long in ways)
+    placed = tuned.Placed.of(topology)
+    return (tuned.Between(placed.hosts, placed.transport, Network(latency, bandwidth)),)
+
+
+def _half_way(comm: Communicator, peer: int, nbytes: int) -> float:
+    """Half of what a message takes from rank 0 to `peer` and back: of the fastest, since other work only delays."""
+    if comm.rank not in (0, peer):
+        return 0.0
+    x, least = np.ones(nbytes, np.uint8), math.inf
+    for _ in range(_MESSAGES):
+        start = time.perf_counter()
+        if comm.rank == 0:
+            comm.send(x, peer)
+            comm.recv(x, peer)
+        else:
+            comm.recv(x, 0)
+            comm.send(x, 0)
+        least = min(least, time.perf_counter() - start)
+    return least / 2
 
 
 def _check_alike(times: Iterable[Sequence[Sequence[float]]], who: str) -> None:
@@ -167,6 +204,8 @@ def _call(comm: Communicator, kind: Collective, nbytes: int) -> Callable[[], Any
     """A call whose larger buffer has about so many bytes, and at least an element a rank; of ordinary memory."""
     part = -(-nbytes // (4 * comm.size))
     whole, result, own = (np.ones(n * part, np.float32) for n in (comm.size, comm.size, 1))
+    if kind is Collective.ALLTOALL:
+        return lambda: comm.alltoall(whole, result)
     if kind is Collective.ALLGATHER:
         return lambda: comm.allgather(own, whole)
     if kind is Collective.REDUCE_SCATTER:
@@ -174,7 +213,7 @@ def _call(comm: Communicator, kind: Collective, nbytes: int) -> Callable[[], Any
     return lambda: comm.allreduce(whole, result)
 
 
-def _finish(measured: Sequence[tuned.Measured], path: Path) -> None:
+def _finish(found: tuned.Tuned, path: Path) -> None:
     """Keep what was measured, and say what is chosen by it and what had been."""
     about = [
         f"What `hetcoll tune` measured on {datetime.date.today().isoformat()} with {files.hardware()}, in microseconds",
@@ -183,10 +222,13 @@ def _finish(measured: Sequence[tuned.Measured], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:  # nobody reads half of it
         file = Path(directory) / path.name
-        file.write_text(tuned.write(measured, about))
+        file.write_text(tuned.write(found, about))
         file.replace(path)
     print(f"{'collective':>14} {'ranks':>5} {'transport':>9}  chosen, up to so many bytes")
-    for one in measured:
+    for one in found.times:
         rows = [f"{name} {upper}" if upper < tuner.UNLIMITED else name for upper, name in one.rows()]
         print(f"{one.collective.label:>14} {sum(one.placed.hosts):>5} {one.placed.transport:>9}  {', '.join(rows)}")
+    for between in found.networks:
+        latency, bandwidth = between.network
+        print(f"between hosts: {latency * 1e6:.3g} us a message, {8e-9 * bandwidth:.3g} Gbit/s")
     print(f"kept in {path}; HETCOLL_TUNED=none goes without it")

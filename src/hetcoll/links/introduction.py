@@ -32,7 +32,7 @@ from .edges import Address, pack_addresses
 from .facts import Gpu, decode, encode, visible
 
 if TYPE_CHECKING:
-    from ..plan.tuned import Measured
+    from ..plan.tuned import Tuned
 
 _AGREED = (
     *(
@@ -151,9 +151,9 @@ def _checked(config: Config) -> tuple[str, str]:
 
 
 @cache  # a job has one, and many communicators
-def _read(text: str, name: str) -> tuple[Measured, ...]:
+def _read(text: str, name: str) -> Tuned | None:
     if not text:
-        return ()
+        return None
     from ..plan.tuned import read  # imports count
 
     return read(text, name)

@@ -25,6 +25,13 @@ class Link(NamedTuple):
     duplex: bool
 
 
+class Network(NamedTuple):
+    """What `hetcoll tune` measured between hosts: seconds until a message is seen, and bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+
 class Machine(NamedTuple):
     """The numbers behind every prediction. Defaults are for a server of 2020 or later.
 
@@ -46,7 +53,8 @@ class Machine(NamedTuple):
     `slots_incast` is the same for each GPU of a host beyond the second that sends to the same one, through slots in the
     host's memory: among four, direct all-reduces of 16 MiB took 1.15 to 1.3 times as long as rings, of 256 MiB as long.
     `island` is a vendor's collective among its GPUs: what NCCL takes over NVLink. `verbs` is what a card of 100 Gb/s is
-    said to do, not measured. `on` has the network's rate in the place of these where the system says it.
+    said to do, not measured. `on` has the network's rate in the place of these where the system says it, or what was
+    `measured` of it.
     """
 
     shm: Link = Link(latency=0.25e-6, overhead=0.06e-6, bandwidth=22e9, duplex=False)
@@ -62,26 +70,32 @@ class Machine(NamedTuple):
     incast_most: int = 7
     slots_incast: float = 0.0
     slots_incast_most: int = 3
+    measured: Network | None = None
 
     def on(self, topology: Topology) -> Machine:
         """The same with the rate of the network between hosts, where ranks say it: of the slowest cards; and over TCP
-        with its latency, half of the longest round trip, where that is more than what is taken for it.
+        with its latency, half of the longest round trip, where that is more than what is taken for it. What was
+        measured counts before what is said.
 
         A rank moves no more over TCP than it did, however fast its cards are. What incast takes was measured at 200
         Mbit/s, and rings gained from the same sizes on at 1 Gbit/s: so it stays as it is, and grows with the latency of
         a slow network, up to the part of a byte's time that it was.
         """
         machine, (mbits, _), (micros, _) = self, topology.rate, topology.round_trip
+        if self.measured is not None and topology.between_hosts == "tcp":
+            return self._with(self.measured.latency, self.measured.bandwidth)
         if topology.between_hosts == "tcp" and micros * 0.5e-6 > self.tcp.latency:
             machine = self._replace(tcp=self.tcp._replace(latency=micros * 0.5e-6))
         if mbits == 0:
             return machine
         if topology.between_hosts == "verbs":
             return machine._replace(verbs=self.verbs._replace(bandwidth=mbits * _MBIT * _VERBS))
-        rate = min(self.tcp.bandwidth, mbits * _MBIT * _FRAMES)
-        slower, later = rate / self.tcp.bandwidth, machine.tcp.latency / self.tcp.latency
-        incast = self.incast * min(1.0, slower * later)
-        return machine._replace(tcp=machine.tcp._replace(bandwidth=rate), incast=incast)
+        return self._with(machine.tcp.latency, min(self.tcp.bandwidth, mbits * _MBIT * _FRAMES))
+
+    def _with(self, latency: float, bandwidth: float) -> Machine:
+        slower, later = bandwidth / self.tcp.bandwidth, latency / self.tcp.latency
+        tcp = self.tcp._replace(latency=latency, bandwidth=bandwidth)
+        return self._replace(tcp=tcp, incast=self.incast * min(1.0, slower * later))
 
     def network(self, topology: Topology) -> str:
         """What `on` makes of the network between hosts, for people; nothing of one host."""
@@ -89,6 +103,9 @@ class Machine(NamedTuple):
             return ""
         mbits, rank = topology.rate
         ours = self.on(topology).tcp
+        if self.measured is not None and topology.between_hosts == "tcp":
+            rate, micros = 8e-9 * ours.bandwidth, ours.latency * 1e6
+            return f"network between hosts: {rate:.3g} Gbit/s, {micros:.3g} us a message, as measured"
         if mbits == 0:
             taken = self.verbs if topology.between_hosts == "verbs" else self.tcp
             told = f"taken for {8e-9 * taken.bandwidth:.3g} Gbit/s: no system says its cards' rate"

@@ -1,5 +1,6 @@
 """What `hetcoll tune` measured, as a file that people review and commit: times of algorithms, for ranks that are placed
-in one way. Where a job's are placed so, the fastest are taken; elsewhere the cost model chooses.
+in one way. Where a job's are placed so, the fastest are taken; elsewhere the cost model chooses. Of several hosts it
+has what the network takes, too, from which the model starts where there are no times.
 
 Examples
 --------
@@ -12,7 +13,7 @@ Examples
 ... bytes = [8, 1024, 1048576]
 ... us = { direct = [1.0, 2.0, 90.0], ring = [3.0, 2.5, 60.0] }
 ... '''
->>> [found] = read(text, "numbers.toml")
+>>> [found] = read(text, "numbers.toml").times
 >>> found.rows()
 [(32768, 'direct'), (9223372036854775807, 'ring')]
 """
@@ -27,12 +28,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..types import REDUCING, Collective
 from . import tuner
 from .algorithms import ALGORITHMS, installed, known
+from .machine import Machine, Network
 from .topology import Topology
 
 if TYPE_CHECKING:
     from .document import Document
 
-_KEYS = ("collective", "hosts", "cores", "transport", "bytes", "us")
+_TABLES = {
+    "measured": ("collective", "hosts", "cores", "transport", "bytes", "us"),
+    "network": ("hosts", "transport", "latency", "bandwidth"),
+}
 _TRANSPORTS = "shm|tcp|verbs|shm and tcp|shm and verbs"
 _BETTER = 0.97  # of the time of what is taken for smaller messages, at most: else that stays
 
@@ -89,6 +94,29 @@ class Measured(NamedTuple):
         return tuner.Choice(name, self.seconds[name][i], reason)
 
 
+class Between(NamedTuple):
+    """What messages between hosts take, on which so many ranks are, over such a transport."""
+
+    hosts: tuple[int, ...]
+    transport: str
+    network: Network
+
+
+class Tuned(NamedTuple):
+    """A file."""
+
+    times: tuple[Measured, ...] = ()
+    networks: tuple[Between, ...] = ()
+
+    def machine(self, topology: Topology) -> Machine:
+        """What the cost model is to start from for these ranks."""
+        if not self.networks or len(topology.hosts) == 1:
+            return Machine()
+        placed = Placed.of(topology)
+        found = (one.network for one in self.networks if (one.hosts, one.transport) == (placed.hosts, placed.transport))
+        return Machine(measured=next(found, None))
+
+
 def lookup(
     collective: Collective, topology: Topology, measured: Iterable[Measured], ordered: bool = False
 ) -> Measured | None:
@@ -104,7 +132,7 @@ def lookup(
     return None
 
 
-def read(text: str, name: str) -> tuple[Measured, ...]:
+def read(text: str, name: str) -> Tuned:
     """What a file says.
 
     Raises
@@ -117,21 +145,42 @@ def read(text: str, name: str) -> tuple[Measured, ...]:
     installed.load()  # the file may name one of these
     document = Document(text, name)
     for key in document.tables:
-        if key != "measured":
-            document.refuse((key,), "is no table here: there are [[measured]]")
-    given = document.tables.get("measured", [])
-    if not isinstance(given, list):
-        document.refuse(("measured",), f"wanted tables [[measured]] with {', '.join(_KEYS)}")
-    return tuple(_read(document, ("measured", i), one) for i, one in enumerate(given))
+        if key not in _TABLES:
+            document.refuse((key,), f"is no table here: there are {', '.join(f'[[{table}]]' for table in _TABLES)}")
+    times, networks = (document.tables.get(table, []) for table in _TABLES)
+    for table, given in zip(_TABLES, (times, networks), strict=True):
+        if not isinstance(given, list):
+            document.refuse((table,), f"wanted tables [[{table}]] with {', '.join(_TABLES[table])}")
+    return Tuned(
+        tuple(_read(document, ("measured", i), one) for i, one in enumerate(times)),
+        tuple(_between(document, ("network", i), one) for i, one in enumerate(networks)),
+    )
+
+
+def _whole(document: Document, path: tuple[str | int, ...], given: dict[str, object]) -> None:
+    """Whether a table has all of its keys, and no others."""
+    keys = _TABLES[str(path[0])]
+    for key in given:
+        if key not in keys:
+            document.refuse((*path, key), f"is no key here: there are {', '.join(keys)}")
+    for key in keys:
+        if key not in given:
+            document.refuse(path, f"wanted {key} there")
+
+
+def _between(document: Document, path: tuple[str | int, ...], given: dict[str, object]) -> Between:
+    _whole(document, path, given)
+    hosts = _list(document, (*path, "hosts"), "some", given["hosts"])
+    transport = document.read((*path, "transport"), _TRANSPORTS, given["transport"])
+    latency = document.read((*path, "latency"), "time", given["latency"])
+    bandwidth = document.read((*path, "bandwidth"), "bandwidth", given["bandwidth"])
+    if latency <= 0:
+        document.refuse((*path, "latency"), "wanted more than no time")
+    return Between(tuple(map(int, hosts)), transport, Network(latency, bandwidth))
 
 
 def _read(document: Document, path: tuple[str | int, ...], given: dict[str, object]) -> Measured:
-    for key in given:
-        if key not in _KEYS:
-            document.refuse((*path, key), f"is no key here: there are {', '.join(_KEYS)}")
-    for key in _KEYS:
-        if key not in given:
-            document.refuse(path, f"wanted {key} there")
+    _whole(document, path, given)
     labels = "|".join(kind.label for kind in Collective if kind.plain is kind)
     collective = Collective[document.read((*path, "collective"), labels, given["collective"]).upper()]
     hosts = _list(document, (*path, "hosts"), "some", given["hosts"])
@@ -160,10 +209,14 @@ def _list(document: Document, path: tuple[str | int, ...], kind: str, given: obj
     return [document.read(path, kind, value) for value in given]
 
 
-def write(measured: Iterable[Measured], about: Sequence[str]) -> str:
+def write(found: Tuned, about: Sequence[str]) -> str:
     """The file that `read` reads; `about` stands first, as comments."""
     lines = [f"# {line}" for line in about]
-    for one in measured:
+    for between in found.networks:
+        latency, bandwidth = between.network
+        lines += ["", "[[network]]", f"hosts = {list(between.hosts)}", f'transport = "{between.transport}"']
+        lines += [f'latency = "{latency * 1e6:.4g} us"', f'bandwidth = "{bandwidth / 1e6:.4g} MB/s"']
+    for one in found.times:
         hosts, cores, transport = one.placed
         lines += ["", "[[measured]]", f'collective = "{one.collective.label}"', f"hosts = {list(hosts)}"]
         lines += [f"cores = {cores}", f'transport = "{transport}"', f"bytes = {list(one.nbytes)}", "[measured.us]"]

@@ -187,11 +187,11 @@ def among_hosts_of(entry: Algorithm, topology: Topology, ordered: bool = False) 
     return several and runs_among(entry) and not (ordered and entry.collective in REDUCING)
 
 
-def led(collective: Collective, name: str, topology: Topology) -> int:
+def led(collective: Collective, name: str, topology: Topology, machine: Machine | None = None) -> int:
     """The largest nbytes for which hosts are led where an algorithm runs among them; from there on they are split. One
     that states no cost is taken for `direct`."""
     stated = COSTS[collective.plain]
-    one, both = _forms(_Place(collective, topology, Machine()), stated.get(name, stated["direct"]))
+    one, both = _forms(_Place(collective, topology, machine or Machine()), stated.get(name, stated["direct"]))
     return _envelope({True: one, False: both})[0][0] if one <= both else -1
 
 

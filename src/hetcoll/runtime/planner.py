@@ -116,7 +116,7 @@ class Connected(Protocol):
     """What knows the ranks (`links.wiring.Wiring`): RDMA devices are told later than ranks."""
 
     topology: Topology
-    measured: tuple[tuned.Measured, ...]
+    measured: tuned.Tuned | None
 
 
 class Planner:
@@ -182,7 +182,7 @@ class Planner:
                 if (measured := self._measured(collective)) is not None:
                     table = measured.rows()
                 else:
-                    table = tuner.table(collective, topology, forced, ordered=self.ordered)
+                    table = tuner.table(collective, topology, forced, self._machine, ordered=self.ordered)
                 self._tables[collective] = table
             name = tuner.look_up(table, call.nbytes)
         algorithm, _ = self._placed(collective, name, call.nbytes, compress=bool(call.compress))
@@ -203,7 +203,7 @@ class Planner:
         if not tuner.among_hosts_of(entry, topology, self.ordered):
             return entry, ""
         if (collective, name) not in self._led:
-            self._led[collective, name] = tuner.led(collective, name, topology)
+            self._led[collective, name] = tuner.led(collective, name, topology, self._machine)
         led = nbytes <= self._led[collective, name]
         return among_hosts(
             entry, led=led
@@ -211,9 +211,14 @@ class Planner:
 
     def _measured(self, collective: Collective) -> tuned.Measured | None:
         """What `hetcoll tune` measured for ranks that are placed so, where HETCOLL_ALGO leaves the choice open."""
-        if not self._wiring.measured or collective in self._forced:
+        if self._wiring.measured is None or collective in self._forced:
             return None
-        return tuned.lookup(collective, self._wiring.topology, self._wiring.measured, self.ordered)
+        return tuned.lookup(collective, self._wiring.topology, self._wiring.measured.times, self.ordered)
+
+    @property
+    def _machine(self) -> Machine:
+        """What the cost model starts from."""
+        return Machine() if self._wiring.measured is None else self._wiring.measured.machine(self._wiring.topology)
 
     def on_gpus(self, collective: Collective, nbytes: int, islands: Islands) -> Algorithm:
         """The algorithm of a call that GPUs take part in, whose vendors' libraries serve `islands`: one call of the
@@ -319,7 +324,7 @@ class Planner:
         if (measured := self._measured(collective)) is not None:
             choice = measured.choose(nbytes)
         else:
-            choice = tuner.choose(collective, nbytes, topology, forced, ordered=self.ordered)
+            choice = tuner.choose(collective, nbytes, topology, forced, self._machine, ordered=self.ordered)
         if self.ordered and collective in REDUCING:
             choice = choice._replace(reason=f"{choice.reason}; reproducible: reduces in the order of ranks")
         if form:
@@ -335,5 +340,5 @@ class Planner:
         carried, paths = over({peer for peer, _ in plan.edges})
         return Explanation(
             collective.label, nbytes, choice.name, carried, channels, choice.seconds, choice.reason, paths, told,
-            network=Machine().network(topology),
+            network=self._machine.network(topology),
         )  # fmt: skip
