@@ -32,6 +32,7 @@ constexpr std::int64_t kCopyYieldNs = 2'000'000;
 constexpr std::size_t kMostTurnBytes = std::size_t{1} << 20;
 constexpr std::int64_t kMostYieldNs = 10'000'000;
 constexpr int kSpinsPerClock = 64;
+constexpr std::int64_t kLookNs = 40;  // of a look into shared memory, about
 
 }  // namespace
 
@@ -50,7 +51,8 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
   Task& task = spare_is_free ? *shape->spare : *fresh;
   task.Prepare(links_, send, recv, NextSignature(*shape, task), residual);
   int idle = 0;
-  bool crowded = false;
+  Wait wait;
+  std::int64_t until = 0;  // the clock's, where each look costs more than a look at it
   NoteCore();
   while (!task.finished() && !failed()) {
     if (PassTask(task)) {
@@ -59,15 +61,17 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
     }
     if (idle == 0) {
       RingDoorbells();
-      crowded = WaitsForOwnCore(task);
-      if (crowded && ++crowded_waits_ % kMoveAfter == 0) {
+      wait = WaitsFor(task);
+      until = wait.far ? NowNs() + prompt_spins_ * kLookNs : 0;
+      if (wait.own_core && ++crowded_waits_ % kMoveAfter == 0) {
         sleep_at_once_ = true;
         break;
       }
     }
-    if (++idle > (crowded ? kPromptYields : prompt_spins_)) break;
+    ++idle;
+    if (until > 0 ? NowNs() >= until : idle > (wait.own_core ? kPromptYields : prompt_spins_)) break;
     if (contenders_.load(std::memory_order_relaxed) > 0) break;
-    if (crowded) {
+    if (wait.own_core) {
       sched_yield();
     } else {
       CpuRelax();
@@ -100,18 +104,22 @@ void Engine::NoteCore() {
   own_bell_->core.store(static_cast<std::uint32_t>(core) + 1, std::memory_order_relaxed);
 }
 
-// Whether a rank that this task waits for was last seen on the very core that we run on: then it cannot move before we
-// let it, and spinning would only keep it out.
-bool Engine::WaitsForOwnCore(const Task& task) {
+Engine::Wait Engine::WaitsFor(const Task& task) {
   NoteCore();
-  if (core_ < 0) return false;
-  bool found = false;
+  const std::uint32_t own = static_cast<std::uint32_t>(core_) + 1;  // 0, which no rank has, where we have no bell
+  Wait found;
   task.ForEachBlocked([&](const BoundStep& s) {
     if (s.peer < 0) return;
     const ShmDoorbell* bell = links_.rx(s.peer, s.channel).doorbell;
-    found |= bell != nullptr && bell->core.load(std::memory_order_relaxed) == static_cast<std::uint32_t>(core_) + 1;
+    found.far |= bell == nullptr;
+    found.own_core |= bell != nullptr && own > 0 && bell->core.load(std::memory_order_relaxed) == own;
   });
   return found;
+}
+
+bool Engine::WaitsFar() {
+  const auto far = [this](const std::shared_ptr<Task>& task) { return WaitsFor(*task).far; };
+  return (!collectives_.empty() && far(collectives_.front())) || std::any_of(p2p_.begin(), p2p_.end(), far);
 }
 
 bool Engine::PassTask(Task& task) {
@@ -247,6 +255,7 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
   std::unique_lock lock(mutex_);
   std::int64_t idle_since = 0;
   int spins = 0;
+  bool far = false;
   while (!done()) {
     const bool departed = any_departed_.load(std::memory_order_acquire);
     if (PassAll()) {
@@ -266,7 +275,8 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
       sched_yield();
       lock.lock();
     }
-    if (++spins % kSpinsPerClock != 0 && !options_.oversubscribed) {
+    if (spins == 0) far = WaitsFar();
+    if (++spins % kSpinsPerClock != 0 && !options_.oversubscribed && !far) {
       CpuRelax();
       continue;
     }

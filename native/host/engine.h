@@ -239,11 +239,19 @@ class Engine {
   std::uint64_t Sign(int shape, std::uint64_t hash, bool p2p, FlightRecorder::Mark& mark);
   void ServeLinks(std::vector<pollfd>& fds);
   std::unique_lock<std::mutex> LockSoon();
-  void BeginTransfers();  // the eight below: under mutex_
+  void BeginTransfers();  // the nine below: under mutex_
   bool PassAll();
   bool PassWindows();
   void NoteCore();
-  bool WaitsForOwnCore(const Task& task);
+  // What a task waits for. `far`: a rank in whose shared memory it cannot look, so that a look is a call of the system
+  // or of a device: the clock says how long to spin there, and not the number of looks. `own_core`: a rank that was
+  // last seen on the very core that we run on. It cannot move before we let it, and spinning would only keep it out.
+  struct Wait {
+    bool far = false;
+    bool own_core = false;
+  };
+  Wait WaitsFor(const Task& task);
+  bool WaitsFar();            // any task that may move
   bool PassTask(Task& task);  // false also when it failed the engine
   void NoteStill(std::int64_t now);
   void RingDoorbells();

@@ -110,6 +110,28 @@ def test_an_idle_communicator_uses_no_cpu(pool: Pool, transport: str) -> None:
     assert used < 0.02
 
 
+def _waiting(comm: hetcoll.Communicator, waits: int) -> float:
+    """CPU seconds of rank 0's thread in a call for which all others come 50 ms late: the least of several."""
+    x, out, found = np.ones(2, np.float32), np.ones(2, np.float32), []
+    for _ in range(waits):
+        comm.barrier()
+        if comm.rank != 0:
+            time.sleep(0.05)
+        before = time.thread_time()
+        comm.allreduce(x, out)
+        found.append(time.thread_time() - before)
+    return min(found)
+
+
+def test_waiting_for_sockets_spins_by_the_clock(launch: Pool) -> None:
+    """Not by looks, of which each is a call of the system for each peer: 20 us, then 200 us of yielding, then sleep.
+    500 looks at seven peers took 600 us and more."""
+    hosts = tuple("abcdefgh")  # each has all cores to itself, as far as it knows
+    seconds = launch(8, HETCOLL_HOST_ID=hosts, HETCOLL_SPIN_US="20", HETCOLL_ALGO="oneshot").run(_waiting, 20)[0]
+    print(f"{seconds * 1e6:.0f} us")
+    assert seconds < 400e-6
+
+
 def _init(job: Job) -> float:
     start = time.monotonic()
     job.join()
