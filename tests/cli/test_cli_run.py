@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import star
 
 from hetcoll.cli import main, simulate
 from hetcoll.cli.topo import text
@@ -200,30 +201,9 @@ def test_a_mistake_is_one_line(words: list[str], complaint: str, capsys: pytest.
     assert len(captured.err.splitlines()) == 1
 
 
-STAR = """
-from hetcoll.plan.algorithms import Draft, inp, out, register
-from hetcoll.types import Collective
-
-
-@register(Collective.ALLREDUCE, "star")
-def star(p: Draft) -> None:
-    if p.rank != 0:
-        p.send(0, inp(), 0)
-        p.recv(1, out(), 0, channel=1)
-        return
-    total, added = inp(), None
-    for peer in p.others():
-        added = p.recv_reduce(0, out(), total, peer)
-        total = out()
-    final = p.scaled(1, out(), added)
-    for peer in p.others():
-        p.send(2, out(), peer, channel=1, after=[final])
-"""
-
-
 def test_algorithms_of_ones_own(tmp_path: Path) -> None:
     """By a module's name and by a file's; perf runs them on all ranks."""
-    (tmp_path / "mine.py").write_text(STAR)
+    (tmp_path / "mine.py").write_text(star.source())
     for name in ("mine", "mine.py", str(tmp_path / "mine.py")):
         done = command("simulate", "allreduce", "star", "-n", "3", "--import", name, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -240,7 +220,7 @@ def test_algorithms_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_algorithms_of_a_package(tmp_path: Path) -> None:
     """By its entry point, without a word on the command line."""
-    (tmp_path / "stars.py").write_text(STAR)
+    (tmp_path / "stars.py").write_text(star.source())
     about = tmp_path / "stars-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stars\nVersion: 1.0\n")
@@ -263,19 +243,20 @@ def test_algorithms_of_a_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["perf", "doctor", "selftest", "topo", "simulate"])
-def test_a_wrong_option_gets_the_usage_of_its_command(name: str) -> None:
+def test_a_wrong_option_gets_the_usage_of_its_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     operands = {"perf": ["allreduce"], "simulate": ["allreduce"]}.get(name, [])
-    done = command(name, *operands, "--no-such-option")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"usage: hetcoll {name} ")
-    assert done.stderr.endswith("error: unrecognized arguments: --no-such-option\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([name, *operands, "--no-such-option"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: hetcoll {name} ")
+    assert said.endswith("error: unrecognized arguments: --no-such-option\n")
 
 
 @pytest.mark.parametrize("words", ["topo -n 0", "selftest -n 0", "explain allreduce 8 -n -1", "perf allreduce -n none"])
-def test_no_ranks_are_too_few(words: str) -> None:
-    done = command(*words.split())
-    assert done.returncode == 2
-    assert f"-n/--ranks: wanted a whole number from 1, got '{words.split()[-1]}'" in done.stderr
+def test_no_ranks_are_too_few(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert f"-n/--ranks: wanted a whole number from 1, got '{words.split()[-1]}'" in capsys.readouterr().err
 
 
 def test_nobody_reads_to_the_end_of_simulate() -> None:

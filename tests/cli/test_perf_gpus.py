@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fakes
 import pytest
+import star
 from patience import DEADLINE
 from thorough import parametrize
 
@@ -109,40 +110,19 @@ def test_a_graph_is_captured_and_run(vendor: str, cache: dict[str, str]) -> None
     assert "values : 0 OK" in out
 
 
-OWN = """
-from hetcoll.plan.algorithms import Draft, inp, out, register
-from hetcoll.types import Collective
-
-
-@register(Collective.ALLREDUCE, "own")
-def own(p: Draft) -> None:
-    if p.rank != 0:
-        p.send(0, inp(), 0)
-        p.recv(1, out(), 0, channel=1)
-        return
-    total, added = inp(), None
-    for peer in p.others():
-        added = p.recv_reduce(0, out(), {total}, peer)
-        total = out()
-    final = p.scaled(1, out(), added)
-    for peer in p.others():
-        p.send(2, out(), peer, channel=1, after=[final])
-"""
-
-
 @pytest.mark.fakes
 @pytest.mark.timeout(200)
 @parametrize(("total", "wrong"), [("total", False), ("inp()", True)], first=1)
 def test_an_algorithm_of_ones_own_runs_on_gpus(total: str, wrong: bool, tmp_path: Path, cache: dict[str, str]) -> None:
     """Among three islands. One that loses what came first makes wrong elements: so it is what ran."""
-    (tmp_path / "own.py").write_text(OWN.replace("{total}", total))
+    (tmp_path / "own.py").write_text(star.source().replace("out(), total, peer", f"out(), {total}, peer"))
     words = ["allreduce", "-n", "3", "-g", "3", "-b", "2M", "-e", "2M", "--iters", "2", "--json", "-"]
-    asked = {"HETCOLL_ALGO": "allreduce:own", "HETCOLL_ISLANDS": "0|1|2"}
+    asked = {"HETCOLL_ALGO": "allreduce:star", "HETCOLL_ISLANDS": "0|1|2"}
     env = fakes.environment("cuda", devices=3, timeout=60) | cache | asked
     status, out, said = perf(*words, "--import", str(tmp_path / "own.py"), **env)
     assert status == wrong, said
     rows = json.loads(out)["rows"]
-    assert {row["algorithm"] for row in rows} == {"own"}
+    assert {row["algorithm"] for row in rows} == {"star"}
     assert (rows[0]["wrong"] > 0) == wrong  # in place an input that is added twice may hold the sum
 
 

@@ -11,12 +11,13 @@ from gpu_calls import check, device_of_rank
 from gpu_kinds import start_gpus
 from ranks import Job, Ranks
 from reference import Case
+from star import star
 from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import ArgumentError
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.plan.algorithms import Draft, inp, out, register
+from hetcoll.plan.algorithms import register
 from hetcoll.types import Collective
 from hetcoll.vendors.devices import cuda
 
@@ -74,20 +75,6 @@ def test_streams_that_are_late_and_share_hardware_queues(queues: str) -> None:
     few = {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "GPU_MAX_HW_QUEUES": queues}
     with start_gpus("nnaa", jitter=f"{queues}:100", HETCOLL_ISLANDS="0|1|2,3", HETCOLL_ALGO="ring", **few) as ranks:
         check(ranks, [*cases(4, 1009), Case("allreduce", count=1_300_001)])
-
-
-def star(p: Draft) -> None:
-    if p.rank != 0:
-        p.send(0, inp(), 0)
-        p.recv(1, out(), 0, channel=1)
-        return
-    total, added = inp(), None
-    for peer in p.others():
-        added = p.recv_reduce(0, out(), total, peer)
-        total = out()
-    final = p.scaled(1, out(), added)
-    for peer in p.others():
-        p.send(2, out(), peer, channel=1, after=[final])
 
 
 def reduce_and_explain(comm: hetcoll.Communicator, nbytes: int) -> str:

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutants import passes, structural_mutants
+from mutants import missed, structural_mutants
 from plan_executor import execute
+from star import star
 from thorough import parametrize
 from topologies import any_groups, side_by_side
 
 from hetcoll.errors import ArgumentError
-from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, Hosts, find, inp, out
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find
 from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.islands import ISLANDS
@@ -80,13 +81,7 @@ def test_every_single_edit_is_caught(name: str) -> None:
             continue
         scale, islands = kind in REDUCING, side_by_side(2, 1, 1)
         plans = build(find(kind, name), islands, root=1 if kind in ROOTED else 0, scale=scale)
-        missed = [
-            f"{kind.label}, rank {rank}: {what}"
-            for rank, plan in enumerate(plans)
-            for what, mutant in structural_mutants(plan)
-            if passes([*plans[:rank], mutant, *plans[rank + 1 :]], scale)
-        ]
-        assert not missed
+        assert not missed(plans, scale, kinds=[structural_mutants]), kind.label
 
 
 # --------------------------------------------------------------------------------------------------------- schedules
@@ -129,21 +124,6 @@ def sent(plans: list[Plan], island: tuple[int, ...]) -> float:
     """What leaves an island, in buffers."""
     spans = [s.src for r in island for s in plans[r].steps if s.op is Op.SEND and s.src is not None]
     return sum(span.count for span in spans) / max(plans[0].send_units, plans[0].recv_units)
-
-
-def star(p: Draft) -> None:
-    """A user's: rank 0 adds up and sends the sum."""
-    if p.rank != 0:
-        p.send(0, inp(), 0)
-        p.recv(1, out(), 0, channel=1)
-        return
-    total, added = inp(), None
-    for peer in p.others():
-        added = p.recv_reduce(0, out(), total, peer)
-        total = out()
-    final = p.scaled(1, out(), added)
-    for peer in p.others():
-        p.send(2, out(), peer, channel=1, after=[final])
 
 
 def test_what_a_user_writes_runs_among_islands() -> None:

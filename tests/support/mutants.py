@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hetcoll.plan.ir import Buf, Local, Op, Plan, Span, Step
@@ -132,3 +132,23 @@ def passes(plans: Sequence[Plan], scale: bool) -> bool:
     except PlanError:
         return False
     return True
+
+
+Mutants = Callable[[Plan], Iterator[tuple[str, Plan]]]
+
+
+def edits(
+    plans: Sequence[Plan], kinds: Sequence[Mutants] = (structural_mutants, field_mutants)
+) -> Iterator[tuple[str, list[Plan]]]:
+    """The plans of a job with one rank's edited."""
+    for rank, plan in enumerate(plans):
+        for mutants in kinds:
+            for what, mutant in mutants(plan):
+                yield f"rank {rank}: {what}", [*plans[:rank], mutant, *plans[rank + 1 :]]
+
+
+def missed(
+    plans: Sequence[Plan], *scales: bool, kinds: Sequence[Mutants] = (structural_mutants, field_mutants)
+) -> list[str]:
+    """Which edits are found neither where sums are wanted nor, with a scale, where averages are."""
+    return [what for what, wrong in edits(plans, kinds) if all(passes(wrong, scale) for scale in scales)]
