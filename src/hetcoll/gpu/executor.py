@@ -79,7 +79,6 @@ class GpuExecutor:
         self._engine = wiring.engine
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
         self._scratch_bytes = 0
-        self._undo = contextlib.ExitStack()
         with device.active(), contextlib.ExitStack() as undo:
             no_direct = why_not_direct(wiring, device)
             share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, timeout, planner.names_any)
