@@ -260,9 +260,9 @@ def run_planned(comm: Any, case: Case, config: dict[str, Any]) -> bytes:
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> tuple[int, list[tuple[Case, bool]]]:
-    """Ranks, and calls of all collectives, each asynchronous or not."""
-    size, calls = draw(st.integers(2, 4)), []
+def sequences(draw: st.DrawFn, size: int) -> list[tuple[Case, bool]]:
+    """Calls of all collectives, each asynchronous or not."""
+    calls = []
     labels = [kind.label for kind in KINDS] + ["allgatherv", "reduce_scatterv", "alltoallv"]
     for _ in range(draw(st.integers(3, 10))):
         label = draw(st.sampled_from(labels))
@@ -282,19 +282,18 @@ def sequences(draw: st.DrawFn) -> tuple[int, list[tuple[Case, bool]]]:
             exact=op != "avg",
         )
         calls.append((case, draw(st.booleans())))
-    return size, calls
+    return calls
 
 
-@given(sequences())
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_calls_one_after_another(pool: Pool, drawn: tuple[int, list[tuple[Case, bool]]]) -> None:
-    size, calls = drawn
-    pool(size).run(run_sequence, calls)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@given(data=st.data())
+@settings(deadline=None, max_examples=34, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_calls_one_after_another(pool: Pool, size: int, data: st.DataObject) -> None:
+    pool(size).run(run_sequence, data.draw(sequences(size)))
 
 
 @st.composite
-def planned_cases(draw: st.DrawFn) -> tuple[int, Case, str, dict[str, Any]]:
-    size = draw(st.integers(2, 5))
+def planned_cases(draw: st.DrawFn, size: int) -> tuple[Case, str, dict[str, Any]]:
     kind, name = draw(st.sampled_from([(k, a) for k, a in PLANNED if ALGORITHMS[k][a].supports(size)]))
     dtype = draw(st.sampled_from(["float32", "float64", "float16", "bfloat16", "float8_e5m2", "int32", "uint8"]))
     count = draw(
@@ -310,13 +309,14 @@ def planned_cases(draw: st.DrawFn) -> tuple[int, Case, str, dict[str, Any]]:
         shift=draw(st.integers(0, 7)),
         exact=False,
     )
-    return size, case, name, draw(st.sampled_from(list(LINKS.values())))
+    return case, name, draw(st.sampled_from(list(LINKS.values())))
 
 
-@given(planned_cases())
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_engine_does_what_the_plans_say(pool: Pool, drawn: tuple[int, Case, str, dict[str, Any]]) -> None:
-    size, case, name, link = drawn
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@given(data=st.data())
+@settings(deadline=None, max_examples=13, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_engine_does_what_the_plans_say(pool: Pool, size: int, data: st.DataObject) -> None:
+    case, name, link = data.draw(planned_cases(size))
     got = pool(size).run(run_planned, case, {"algo": name, **link})
     kind = Collective[case.collective.upper()]
     how = {"root": case.root, "scale": case.op == "avg", "cores": CORES}

@@ -26,7 +26,8 @@ from hetcoll.plan.simulator import PlanError, check
 from hetcoll.types import Collective
 
 Pool = Callable[..., Ranks]
-EXAMPLES = int(os.environ.get("HETCOLL_RANDOM_PLANS", "16"))  # of each transport; more of them make a campaign
+EXAMPLES = int(os.environ.get("HETCOLL_RANDOM_PLANS", "14"))  # of each transport; more of them make a campaign
+SIZES = range(2, 9)  # one after another, whose ranks stay for all examples of a size
 COUNTS = (3, 40_000)  # of int64: the second is long enough to be lent
 
 
@@ -52,17 +53,21 @@ def test_random_plans(pool: Pool, way: str) -> None:
     """Deps are left out as far as the checker accepts it: so what it proves must be what the engine does."""
     env = {"HETCOLL_TRANSPORT": way, "HETCOLL_SHM_READ": "always"}
 
-    @given(st.integers(2, 8), st.integers(0, 1 << 40))
-    @settings(
-        max_examples=EXAMPLES, deadline=None, derandomize="HETCOLL_RANDOM_PLANS" not in os.environ, database=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    def some(size: int, seed: int) -> None:
-        found = scene(seed, size)
-        assume(found is not None)
-        pool(size, **env).run(_scene, found, COUNTS, 1)
+    def play_some(size: int) -> None:
+        @given(st.integers(0, 1 << 40))
+        @settings(
+            max_examples=-(-EXAMPLES // len(SIZES)), deadline=None, database=None,
+            derandomize="HETCOLL_RANDOM_PLANS" not in os.environ, suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        def some(seed: int) -> None:
+            found = scene(seed, size)
+            assume(found is not None)
+            pool(size, **env).run(_scene, found, COUNTS, 1)
 
-    some()
+        some()
+
+    for size in SIZES:
+        play_some(size)
 
 
 def test_most_random_plans_are_accepted_and_rely_on_messages() -> None:
