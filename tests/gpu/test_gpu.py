@@ -19,7 +19,7 @@ import pytest
 from cases import run_case, truths
 from device_checks import Capture
 from dlpack_arrays import Quick
-from gpu_calls import cases_of, check, device_of_rank, exchange
+from gpu_calls import OTHERS, SOME, cases_of, check, device_of_rank, exchange
 from gpu_places import STAND_INS
 from on_gpu import KINDS, Copies, OnGpu
 from ranks import Ranks, close_all
@@ -34,7 +34,6 @@ from hetcoll.runtime import messages
 from hetcoll.runtime.core import Core
 from hetcoll.types import DType, ReduceOp, supports
 
-SOME = ("bfloat16", "int32")  # of the types
 ODD = (0, 1, 5, 1009, 70_001)
 
 
@@ -69,7 +68,7 @@ def run_again(comm: hetcoll.Communicator, cases: list[Case]) -> list[int]:
 
 @parametrize("islands", [None, "0,1|2"], first=1)
 def test_what_was_called_before_takes_the_fast_path(gpus: Any, islands: str | None) -> None:
-    again = cases_of(3, (70_001,))
+    again = [*cases_of(3, (1009,)), Case("allgather", count=300_001), Case("reduce_scatter", "int64", 200_001)]
     cases = [case for case in again if not (case.collective == "alltoall" and case.inplace)]  # another program: long
     for found in gpus(3, islands).run(run_again, cases, timeout=300):
         assert found == [0] * len(cases)
@@ -230,14 +229,17 @@ def test_messages_larger_than_all_slots(gpus: Any) -> None:
     check(gpus(2), [*kinds, Case("alltoall", count=count, seed=3)])
 
 
-@parametrize("dtype", sorted((d.label for d in DType), key=SOME.__contains__, reverse=True), first=len(SOME))
+@parametrize("dtype", [dtype.label for dtype in DType], first=0)
 def test_every_type_with_every_reduction(gpus: Any, dtype: str) -> None:
+    """As those of two vendors do it (`test_gpu_mixed.py`), whose kernels are the same."""
     ops = [op.label for op in ReduceOp if supports(DType[dtype.upper()], op)]
     check(gpus(2), [Case("allreduce", dtype, n, op, seed=n) for op in ops for n in (7, 40_001)])
 
 
-def test_logical_reductions_give_truth_values_on_one_rank(gpus: Any) -> None:
-    check(gpus(1), truths((1009,)))
+@parametrize("types", [SOME, OTHERS], first=1, ids=["some", "others"])
+def test_logical_reductions_give_truth_values_on_one_rank(gpus: Any, types: tuple[DType, ...]) -> None:
+    labels = {dtype.label for dtype in types}
+    check(gpus(1), [case for case in truths((1009,)) if case.dtype in labels])
 
 
 def test_parts_of_unequal_size(gpus: Any) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fakes
 import numpy as np
 import pytest
-from gpu_calls import cases_of, check, every_reduction
+from gpu_calls import OTHERS, SOME, cases_of, check, every_reduction
 from gpu_kinds import Own, has_gpu, run_on_own, start
 from ranks import Job, Outcome, Ranks, kept, wait_until
 from reference import Case
@@ -54,9 +54,9 @@ def test_every_collective_between_hosts(mixed: Any) -> None:
     check(mixed("nacc", HETCOLL_HOST_ID=("a", "b", "a", "c")), list(cases_of(4, (5, 70_001))), run_on_own)
 
 
-@parametrize("kinds", ["nc", "nac"], first=1)
-def test_every_type_with_every_reduction(mixed: Any, kinds: str) -> None:
-    check(mixed(kinds), every_reduction(older_float8=kinds == "nc"), run_on_own)
+@parametrize(("kinds", "types"), [("nc", SOME), ("nc", OTHERS), ("nac", DType)], first=1, ids=["some", "others", "all"])
+def test_every_type_with_every_reduction(mixed: Any, kinds: str, types: Iterable[DType]) -> None:
+    check(mixed(kinds), every_reduction(list(types), older_float8=kinds == "nc"), run_on_own)
 
 
 def test_parts_of_unequal_size(mixed: Any) -> None:

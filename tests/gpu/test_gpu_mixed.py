@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import fakes
 import numpy as np
 import pytest
-from gpu_calls import BY_KERNEL, by_kernel, cases_of, check, device_of_rank, every_reduction, exchange, overlap
+from gpu_calls import (
+    BY_KERNEL,
+    OTHERS,
+    SOME,
+    by_kernel,
+    cases_of,
+    check,
+    device_of_rank,
+    every_reduction,
+    exchange,
+    overlap,
+)
 from gpu_kinds import start_gpus
 from ranks import Ranks, wait_until
 from reference import Case
@@ -18,6 +30,7 @@ from thorough import parametrize
 import hetcoll
 from hetcoll.errors import CollectiveMismatchError, CommunicationError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.types import DType
 from hetcoll.vendors.devices import hip
 from hetcoll.vendors.devices.kernels.table import MESSAGE_MOST
 
@@ -43,10 +56,10 @@ def test_every_collective_between_hosts(mixed: Any) -> None:
     check(mixed("nana", HETCOLL_HOST_ID=("a", "a", "b", "b")), list(cases_of(4, (5, 70_001))))
 
 
-@parametrize("gpus", ["na", "naa"], first=1)
-def test_every_type_with_every_reduction(mixed: Any, gpus: str) -> None:
+@parametrize(("gpus", "types"), [("na", SOME), ("na", OTHERS), ("naa", DType)], first=1, ids=["some", "others", "all"])
+def test_every_type_with_every_reduction(mixed: Any, gpus: str, types: Iterable[DType]) -> None:
     """Alone, all are reduced by our kernels; two of AMD's are RCCL's, where it knows the type and the reduction."""
-    check(mixed(gpus), every_reduction(older_float8=False))
+    check(mixed(gpus), every_reduction(list(types), older_float8=False))
 
 
 @pytest.mark.thorough

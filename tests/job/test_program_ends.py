@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-from calls import LINKS
 from patience import PATIENCE
 from ports import free_port
 from ranks import Job, wait_until
@@ -42,6 +41,10 @@ ENDINGS = {
 }
 
 
+# Each ending over one link, and then over the other.
+ALL_ENDINGS = [(end, ("auto", "tcp")[(at + turn) % 2]) for turn in range(2) for at, end in enumerate(ENDINGS)]
+
+
 def run_program(text: str, size: int = 2, **env: str) -> list[subprocess.CompletedProcess[str]]:
     """Ranks as a launcher starts them, each an interpreter of its own."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -69,8 +72,7 @@ def run_program(text: str, size: int = 2, **env: str) -> list[subprocess.Complet
     return done
 
 
-@LINKS
-@parametrize("ending", ENDINGS, first=4)
+@parametrize(("ending", "transport"), ALL_ENDINGS, first=4)
 def test_a_program_may_end(ending: str, transport: str) -> None:
     """Without close(), with whatever is in flight: both ranks end with status 0 and say nothing."""
     for done in run_program(PROGRAM.format(ENDINGS[ending]), HETCOLL_TRANSPORT=transport):
