@@ -94,6 +94,8 @@ class Pair:
             except subprocess.TimeoutExpired:
                 rank.kill()
                 rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
 
 
 def _variables(way: str) -> Mapping[str, str]:

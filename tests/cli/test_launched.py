@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import experts
 import launched
 import serving
+import serving_rank
+from serving_caches import Shape
 
 TOKENS = 16
 
@@ -54,21 +57,49 @@ def test_tokens_that_come_back_as_others_are_noticed(monkeypatch: pytest.MonkeyP
             measured(way, spoil)
 
 
-@parametrize("way", [way for way in reversed(serving.WAYS) if way != "gloo"], first=1)
-def test_scattered_pieces_are_measured(way: str) -> None:
-    seconds = serving.launch(way, sys.executable, 1024, 32, 2)
-    assert len(seconds) == 2
-    assert min(seconds) > 0
+@parametrize("way", ["hetcoll shm", "hetcoll tcp", "socket"], first=1)
+def test_scattered_pieces_are_measured(way: str, tmp_path: Path) -> None:
+    """The receiver compares what came. One put at a time, then three of which two are under way."""
+    pair = serving.Pair(way, sys.executable, tmp_path)
+    try:
+        pair.ready()
+        assert min(pair.round(Shape(1024, 32, depth), repeats) for depth, repeats in ((1, 1), (2, 3))) > 0
+    finally:
+        pair.end()
 
 
-def test_pieces_that_came_elsewhere_are_noticed() -> None:
-    source, target = serving.places(4)
-    cache = np.empty((4, 64), np.uint8)
-    cache[target] = serving.content(64, 4, 1).reshape(4, 64)[source]
-    serving.check(cache, 64, 4, 1)
-    cache[[0, 1]] = cache[[1, 0]]
+class Brings:
+    """A way on whose receiver there is what it is told."""
+
+    clock = 1
+
+    def __init__(self, came: Any) -> None:
+        self._came = came
+
+    def came(self) -> Any:
+        return self._came
+
+    def nothing(self, *_: Any) -> None:
+        """Of a way, all else."""
+
+    prepare = fill = meet = move = close = nothing
+
+
+def test_pieces_that_came_elsewhere_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(64, 4, 1)
+    came = shape.wanted()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["serving_rank.py", "brings"])
+    monkeypatch.setattr(serving_rank, "WAYS", {"brings": lambda rank, name: Brings(came)})
+
+    def compare() -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("64 4 1 1\n"))
+        serving_rank.main()
+
+    compare()
+    came[:128] = came[:128].reshape(2, 64)[::-1].reshape(-1)
     with pytest.raises(AssertionError, match="wrong bytes"):
-        serving.check(cache, 64, 4, 1)
+        compare()
 
 
 def test_a_rank_that_fails_ends_the_benchmark() -> None:
