@@ -49,6 +49,18 @@ inline void ResetAll() {
   }
 }
 
+// An all-reduce ends with an error on both ranks, each of which names the other and holds `text`.
+inline void EndsForGood(Job& job, const std::string& text) {
+  job.Run([&](int rank, Engine& e) {
+    const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kFloat32, 50000);
+    Bytes in = Input(rank, 50000, DType::kFloat32), out(in.size());
+    CHECK(RunToEnd(e, shape, in.data(), out.data()) == Outcome::kFailed, "it goes on");
+    const Failure f = e.failure();
+    CHECK(f.kind == FaultKind::kPeerGone && f.peer == 1 - rank, "%d: %s", int(f.kind), f.text.c_str());
+    CHECK(f.text.find(text) != std::string::npos, "%s", f.text.c_str());
+  });
+}
+
 template <class Owner>
 class Mender {
  public:

@@ -209,14 +209,7 @@ void ResetForGood() {
         Nap();
       }
     });
-    job.Run([&](int rank, Engine& e) {
-      const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kFloat32, 50000);
-      Bytes in = Input(rank, 50000, DType::kFloat32), out(in.size());
-      CHECK(RunToEnd(e, shape, in.data(), out.data()) == Outcome::kFailed, "it goes on");
-      const Failure f = e.failure();
-      CHECK(f.kind == FaultKind::kPeerGone && f.peer == 1 - rank, "%d: %s", int(f.kind), f.text.c_str());
-      CHECK(!mended || f.text.find("nobody is there") != std::string::npos, "%s", f.text.c_str());
-    });
+    EndsForGood(job, mended ? "nobody is there" : "");
     over = true;
     gives_up.join();
   }

@@ -73,6 +73,17 @@ inline void Repair(FakeNic& nic) {
   nic.queue_pairs_left = nic.registrations_left = 1 << 20;
 }
 
+// Rounds until the NIC `bad` has lost its rail, which it has again then.
+inline void LoseARail(Job& job, int bad, const std::string& what) {
+  const std::uint64_t lost = Counter(job.engine(0), "lost_rails");
+  job.fabric().Change(bad, [&](FakeNic& nic) { nic.down_from = nic.bytes + 30000; });
+  for (const std::int64_t start = NowNs();
+       Counter(job.engine(0), "lost_rails") == lost && Seconds(start) < kPatience;) {
+    Rounds(job, 1, 20011, what);
+  }
+  job.fabric().Change(bad, Repair);
+}
+
 // Rounds until both ranks say that this often lost rails were taken up.
 inline void RoundsUntilRecovered(Job& job, std::uint64_t times, std::size_t count, const std::string& what) {
   const auto all = [&] {

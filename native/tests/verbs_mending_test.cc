@@ -81,13 +81,7 @@ void BesideRecovery() {
     Settle(job);
     const std::uint64_t before = Made(job);
     for (const int bad : {0, rails}) {  // of either end
-      const std::uint64_t lost = Counter(job.engine(0), "lost_rails");
-      job.fabric().Change(bad, [&](FakeNic& nic) { nic.down_from = nic.bytes + 30000; });
-      for (const std::int64_t start = NowNs();
-           Counter(job.engine(0), "lost_rails") == lost && Seconds(start) < kPatience;) {
-        Rounds(job, 1, 20011, what);
-      }
-      job.fabric().Change(bad, Repair);
+      LoseARail(job, bad, what);
       RoundsUntilRecovered(job, Counter(job.engine(0), "lost_rails"), 20011, what);
     }
     made += Made(job) - before;
@@ -221,14 +215,7 @@ void ForGood() {
     }
     SleepMs(250);  // more than two turns of the keeper
     CHECK(!job.engine(0).failed() && !job.engine(1).failed(), "%s", job.engine(0).failure().text.c_str());
-    job.Run([&](int rank, Engine& e) {
-      const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kFloat32, 50000);
-      Bytes in = Input(rank, 50000, DType::kFloat32), out(in.size());
-      CHECK(RunToEnd(e, shape, in.data(), out.data()) == Outcome::kFailed, "it goes on");
-      const Failure f = e.failure();
-      CHECK(f.kind == FaultKind::kPeerGone && f.peer == 1 - rank, "%d: %s", int(f.kind), f.text.c_str());
-      CHECK(f.text.find("nobody is there") != std::string::npos, "%s", f.text.c_str());
-    });
+    EndsForGood(job, "nobody is there");
   }
 }
 

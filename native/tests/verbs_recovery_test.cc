@@ -22,13 +22,7 @@ void Recovering() {
     for (int turn = 0; turn < 4; ++turn) {
       const std::string what = "turn " + std::to_string(turn);
       const int bad = turn % 2 * 2 + turn / 2;  // either rail, at either end
-      const std::uint64_t lost = Counter(job.engine(0), "lost_rails");
-      job.fabric().Change(bad, [&](FakeNic& nic) { nic.down_from = nic.bytes + 30000; });
-      for (const std::int64_t start = NowNs();
-           Counter(job.engine(0), "lost_rails") == lost && Seconds(start) < kPatience;) {
-        Rounds(job, 1, 20011, what);
-      }
-      job.fabric().Change(bad, Repair);
+      LoseARail(job, bad, what);
       // Of the link that lost its rail last, and maybe of others.
       const std::uint64_t want = Counter(job.engine(0), "lost_rails");
       if (idle) {
