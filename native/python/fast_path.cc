@@ -1,6 +1,7 @@
 #include "python/fast_path.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <structmember.h>
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include "python/piece_rows.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace hetcoll {
 namespace {
@@ -248,7 +250,6 @@ void BindFastPath(nb::module_& m) {
   g_method_type = nb::object(nb::module_::import_("types").attr("MethodType")).release().ptr();
   nb::object type = nb::steal(PyType_FromSpec(&g_spec));
   if (!type.is_valid()) nb::raise_python_error();
-  using namespace nb::literals;
   m.def("piece_rows", &PieceRows, "here"_a, "there"_a, "length"_a, "here_count"_a, "there_count"_a, "itemsize"_a);
   m.def("fast_path", [type](int collective) {
     return nb::cpp_function([type, collective](nb::handle function) { return Make(type, collective, function); });
@@ -256,6 +257,15 @@ void BindFastPath(nb::module_& m) {
   m.def(
       "ranks_key", [](nb::handle dest, nb::handle source) { return RanksKey(dest.ptr(), source.ptr()); },
       nb::arg("dest").none(), nb::arg("source").none());
+}
+
+void BindRepeated(nb::class_<PyEngine>& engine) {
+  engine.def("call", &PyEngine::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
+      .def("knows", &PyEngine::Knows, "kind"_a, "buffer"_a.none(), "peer"_a.none())
+      .def("run_messages", &PyEngine::RunMessages, "messages"_a)
+      .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a, "residual"_a = 0)
+      .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a, "residual"_a = 0)
+      .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a);
 }
 
 }  // namespace hetcoll

@@ -3,12 +3,13 @@
 // whole engine for a small message.
 #pragma once
 
-namespace nanobind {
-class module_;
-}
+#include "python/py_engine.h"
 
 namespace hetcoll {
 
 void BindFastPath(nanobind::module_& m);
+
+// Methods of which a repeated call is one. They are bound here since the other bindings are not compiled for speed.
+void BindRepeated(nanobind::class_<PyEngine>& engine);
 
 }  // namespace hetcoll

@@ -231,6 +231,7 @@ NB_MODULE(_native, m) {
   BindVerbs(engine, inner);
   BindMending(engine, inner);
   BindWindows(engine);
+  BindRepeated(engine);
   engine
       .def(
           "__init__",
@@ -250,12 +251,6 @@ NB_MODULE(_native, m) {
           },
           nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "doorbell_name"_a, "local_rank"_a, "spin_seconds"_a,
           "oversubscribed"_a, "timeout"_a, "fault"_a = "", "integrity"_a = 0)
-      .def("call", &PyEngine::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
-      .def("knows", &PyEngine::Knows, "kind"_a, "buffer"_a.none(), "peer"_a.none())
-      .def("run_messages", &PyEngine::RunMessages, "messages"_a)
-      .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a, "residual"_a = 0)
-      .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a, "residual"_a = 0)
-      .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
       .def("set_starts", &PyEngine::SetStarts, "starts"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
