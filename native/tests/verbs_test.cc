@@ -508,8 +508,7 @@ constexpr Scenario kScenarios[] = {
 
 int Main(std::string_view prefix) {
   std::vector<Scenario> all(std::begin(kScenarios), std::end(kScenarios));
-  for (const auto& more :
-       {RecoveryScenarios(), CauseScenarios(), IntegrityScenarios(), MendingScenarios(), WindowScenarios()})
+  for (const auto& more : {RecoveryScenarios(), CauseScenarios(), IntegrityScenarios(), MendingScenarios()})
     all.insert(all.end(), more.begin(), more.end());
   return Play(all, prefix);
 }

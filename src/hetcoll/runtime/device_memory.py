@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .executor import Copies, Shared
 
 _PAUSE = 50e-6  # seconds between looks at a GPU
-_PATIENCE = 1.0  # seconds for peers that write a window over RDMA
 
 
 class DeviceMemory:
@@ -108,15 +107,10 @@ class DeviceMemory:
             self.forget(*each)
 
     def settle(self, window: int) -> None:
-        """Wait for the last copies of a closed window, and until no peer's NIC writes it: one that is late loses its
-        rails."""
+        """Wait for the last copies of a closed window."""
         core = self._core
-        began = time.monotonic()
-        deadline, patience = began + core.config.timeout, began + _PATIENCE
+        deadline = time.monotonic() + core.config.timeout
         while not core.engine.window_settled(window):
-            if time.monotonic() > patience:
-                core.engine.revoke_window(window)
-                patience = deadline
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
                     f"close: the GPU of rank {core.rank} has not ended copies of the window after "
