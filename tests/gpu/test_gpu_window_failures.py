@@ -182,7 +182,7 @@ def go_on_putting(comm: hetcoll.Communicator) -> None:
 @pytest.mark.parametrize("code", ["719", "late719"])
 @pytest.mark.parametrize(("kinds", "name"), [("nc", "cuMemcpyAsync"), ("ac", "hipMemcpyAsync")])
 def test_a_copy_that_fails(kinds: str, name: str, code: str) -> None:
-    with start(kinds, fail=f"{name}:30:{code}") as ranks:
+    with start(kinds, fail=f"{name}:60:{code}") as ranks:  # behind all that come before the first put
         for outcome in ranks.outcomes(go_on_putting):
             assert isinstance(outcome.error, CommunicationError), outcome.trace
             assert "rank 0" in str(outcome.error)

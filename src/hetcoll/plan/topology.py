@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal
 
 from ..errors import ArgumentError, InitError, spell_ranks
@@ -231,7 +232,8 @@ class Topology:
     @cached_property
     def crowding(self) -> float:
         """Ranks for each core on the host where there are most, at least 1."""
-        return max(1.0, *(len(host) / cores for host, cores in zip(self.hosts, self._cores, strict=True)))
+        each: list[float] = [len(host) / cores for host, cores in zip(self.hosts, self._cores, strict=True)]
+        return max(1.0, *each)
 
     @cached_property
     def cores(self) -> int:
@@ -246,7 +248,7 @@ class Topology:
     @cached_property
     def claims(self) -> bool:
         """Whether slots in shared memory are claimed anywhere."""
-        return any(info.claims for info in self.ranks)
+        return any(map(attrgetter("claims"), self.ranks))
 
     @cached_property
     def shares(self) -> tuple[int, ...]:

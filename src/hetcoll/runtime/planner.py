@@ -182,7 +182,8 @@ class Planner:
                 if (measured := self._measured(collective)) is not None:
                     table = measured.rows()
                 else:
-                    table = tuner.table(collective, topology, forced, self._machine, ordered=self.ordered)
+                    machine = None if self._wiring.measured is None else self._machine
+                    table = tuner.table(collective, topology, forced, machine, ordered=self.ordered)
                 self._tables[collective] = table
             name = tuner.look_up(table, call.nbytes)
         algorithm, _ = self._placed(collective, name, call.nbytes, compress=bool(call.compress))
