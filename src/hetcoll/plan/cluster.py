@@ -317,10 +317,8 @@ class Wiring:
     def kernel(self, rank: int, rounds: int) -> tuple[Use, ...]:
         """Of a kernel that does a whole collective: it writes and reads the host's memory by turns."""
         host = self._c.host_of[rank]
-        kind, memory = (
-            self._c.kind_of[host],
-            Use(("memory", host, 0), self._slower(host) / self._c.kind_of[host].pinned),
-        )
+        kind = self._c.kind_of[host]
+        memory = Use(("memory", host, 0), self._slower(host) / kind.pinned)
         return (self._use(rank, "pcie", kind.pcie, kind.kernel + rounds * kind.chunk), memory)
 
     def _inside(self, a: int, b: int, host: int, reduces: bool) -> Route:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -177,9 +178,6 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0,
         symmetry, standing = everyone(cluster.size), list(range(cluster.size))
     kept = symmetry
 
-    def home(server: Server) -> Server:
-        return Wiring(cluster).home(kept, server) if len(standing) < cluster.size else server
-
     first = draw.plan(standing[0])
     steps = len(standing) * len(first.steps)
     if steps > MOST_TASKS and len(first.steps) > 64:
@@ -187,10 +185,16 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0,
             f"{collective.label} by {name}: about {steps} steps of {len(standing)} ranks that may all differ, more "
             f"than {MOST_TASKS}: wanted fewer ranks, or hosts that are alike (no slow or lost ones, equal counts)"
         )
-    plans = [first, *(draw.plan(rank) for rank in standing[1:])]
-    alone = len(cluster.islands) == 1  # then it is one call of the vendor's library
-    how = _pieces(cluster, collective, plans) if _of_gpus(cluster) and not alone else None
-    wiring = Wiring(cluster, _spilling(cluster, plans) if how else frozenset())
+    plans: Iterable[Plan] = chain([first], (draw.plan(rank) for rank in standing[1:]))
+    how, spilling = None, frozenset[int]()
+    if _of_gpus(cluster) and len(cluster.islands) > 1:  # else it is one call of the vendor's library
+        plans = drawn = [*plans]
+        how, spilling = _pieces(cluster, collective, drawn), _spilling(cluster, drawn)
+    wiring = Wiring(cluster, spilling)
+
+    def home(server: Server) -> Server:
+        return wiring.home(kept, server) if len(standing) < cluster.size else server
+
     weaver = Weaver(max(first.send_units, first.recv_units), wiring, symmetry, home, how)
     for plan in plans:
         weaver.add(plan)
