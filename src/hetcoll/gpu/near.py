@@ -53,12 +53,12 @@ class NearSlots:
 
     def _shared(self) -> tuple[str, int, str]:
         """How others open those of this rank: the handle of their allocation, and where in it they are; or why not."""
+        mine = self._bases.get(self._here)
+        if mine is None:
+            return "", 0, "no other GPU of its library is on this host"
         try:
-            mine = self._bases[self._here]
             base = self._device.pointer(mine).base
             return self._device.ipc_handle(base).hex(), mine - base, ""
-        except KeyError:
-            return "", 0, "it shares no memory with others"
         except DeviceError as error:
             return "", 0, str(error)
 
