@@ -2,9 +2,8 @@
 
 It measures as `hetcoll perf` does (`hetcoll.cli.bench`): hetcoll itself, or in its place NCCL by its C interface on the
 communicator of hetcoll's island, PyTorch's NCCL, PyTorch's Gloo on pinned copies in host memory, or nothing but copies
-(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines, "plain copies" hetcoll that asks
-CUDA for none of them. HETCOLL_DEVICE says where a rank's buffers are: ``cpu``, ``cuda:0``, or ``hip:0`` for a GPU that
-poses as AMD's.
+(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines. HETCOLL_DEVICE says where
+a rank's buffers are: ``cpu``, ``cuda:0``, or ``hip:0`` for a GPU that poses as AMD's.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from hetcoll.gpu import message_kernel
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.executor import GpuExecutor
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendors.devices.base import CUDA_NEWER
 
 FLOAT, SUM = int(DType.FLOAT32), int(ReduceOp.SUM)
 EMPTY_CALLS = Schedule(samples=20, batch=10)
@@ -203,8 +201,6 @@ class Rank:
     def __init__(self, library: str) -> None:
         if library == "by copies":
             message_kernel._MOST = 0
-        if library == "plain copies":
-            CUDA_NEWER.clear()
         self.stream = Stream.of(os.environ["HETCOLL_DEVICE"])
         self.comm, self._name = hetcoll.init(), library
         self._parser = argparse.ArgumentParser()
@@ -215,7 +211,7 @@ class Rank:
         """What is measured in the place of hetcoll."""
         if self._name in ("gloo", "torch"):
             return Torch(self.comm, self.stream, "gloo" if self._name == "gloo" else "nccl")
-        if self._name in ("hetcoll", "by copies", "plain copies"):
+        if self._name in ("hetcoll", "by copies"):
             return None
         assert self.stream is not None
         return (Nccl if self._name == "nccl" else OnlyCopies)(self.comm, self.stream)

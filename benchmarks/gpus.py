@@ -43,7 +43,6 @@ PAGE = HERE.parent / "docs/measurements/gpu-tables.md"
 K, M = 1 << 10, 1 << 20
 SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
 COPIES = "only the copies"  # gpu_limits.py
-PLAIN = "hetcoll by plain copies"  # which inside a GPU are what its driver likes
 GPUS = (1, 2, 4)
 TURNS, SMALL_TURNS = 3, 15  # a host's calls take two thirds as long in one second as in the next
 ALONE, QUEUED = 20, 100  # calls with a wait each, and calls whose cost to the host is measured
@@ -132,8 +131,7 @@ def settings(gpus: int) -> Iterator[Setting]:
         yield by_algorithm(gpus, islands, without)
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
     yield Setting("one island", each, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
-    peers = (Peer("NCCL", "nccl"), Peer(PLAIN, "plain copies", BY_ENGINES))
-    yield Setting("one island, by copy engines", each, BY_ENGINES, peers, PRODUCTS)
+    yield Setting("one island, by copy engines", each, BY_ENGINES, (Peer("NCCL", "nccl"),), PRODUCTS)
     if gpus == 2:
         peers = (Peer("NCCL over sockets", "nccl", SOCKETS), Peer("Gloo", "gloo"))
         yield Setting("two hosts, by TCP on loopback", each, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
@@ -220,8 +218,6 @@ def part_of(op: str, nbytes: int, name: str) -> bool:
     """Whether the library has to do with this point."""
     if op == "nothing":
         return name == "hetcoll"
-    if name == PLAIN:
-        return op == f"{BESIDE}allgather"
     return name != COPIES or (nbytes >= M and op != "sendrecv" and not op.startswith(BESIDE))
 
 

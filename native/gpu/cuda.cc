@@ -1,6 +1,4 @@
 // The CUDA driver API (docs.nvidia.com/cuda/cuda-driver-api): every function returns 0 or an error number.
-#include <array>
-
 #include "gpu/driver.h"
 #include "transport/transport.h"
 
@@ -16,19 +14,11 @@ class CudaDriver final : public Driver {
   static constexpr int kNotReady = 600;           // CUDA_ERROR_NOT_READY
   static constexpr int kCaptureStatusActive = 1;  // CU_STREAM_CAPTURE_STATUS_ACTIVE
 
-  struct CopyAttributes {         // CUmemcpyAttributes
-    int source_order = 1;         // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    std::array<int, 4> places{};  // hints of where the memory is: none
-    unsigned flags = 1;           // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-  };
-  static constexpr std::uintptr_t kPerThread = 2;  // CU_STREAM_PER_THREAD: up to this no stream that was made
-
  public:
   explicit CudaDriver(const DriverFunctions& f) : signals_(f), context_(reinterpret_cast<void*>(Find(f, "context"))) {
     Take(f, "cuCtxGetCurrent", get_current_);
     Take(f, "cuCtxSetCurrent", set_current_);
     Take(f, "cuMemcpyAsync", copy_);
-    if (f.contains("cuMemcpyBatchAsync")) Take(f, "cuMemcpyBatchAsync", copy_batch_);
     Take(f, "cuLaunchKernel", launch_);
     Take(f, "cuStreamWriteValue64", write_);
     Take(f, "cuStreamWaitValue64", wait_);
@@ -59,19 +49,6 @@ class CudaDriver final : public Driver {
 
   void Copy(void* dst, const void* src, std::size_t n, DeviceStream stream) override {
     Check(copy_(reinterpret_cast<DevicePtr>(dst), reinterpret_cast<DevicePtr>(src), n, stream), "cuMemcpyAsync");
-  }
-
-  // A batch of one: plain copies cannot be told. Streams of the driver's own take no batches.
-  void CopyByEngine(void* dst, const void* src, std::size_t n, DeviceStream stream) override {
-    if (copy_batch_ == nullptr || reinterpret_cast<std::uintptr_t>(stream) <= kPerThread) {
-      return Copy(dst, src, n, stream);
-    }
-    auto to = reinterpret_cast<DevicePtr>(dst);
-    auto from = reinterpret_cast<DevicePtr>(src);
-    CopyAttributes how;
-    std::size_t first = 0;  // copy that the attributes are for
-    std::size_t failed = 0;
-    Check(copy_batch_(&to, &from, &n, 1, &how, &first, 1, &failed, stream), "cuMemcpyBatchAsync");
   }
 
   void Launch(DeviceFunction function, unsigned grid, unsigned block, void** params, DeviceStream stream) override {
@@ -149,8 +126,6 @@ class CudaDriver final : public Driver {
   int (*get_current_)(void**);
   int (*set_current_)(void*);
   int (*copy_)(DevicePtr, DevicePtr, std::size_t, void*);
-  int (*copy_batch_)(DevicePtr*, DevicePtr*, std::size_t*, std::size_t, CopyAttributes*, std::size_t*, std::size_t,
-                     std::size_t*, void*) = nullptr;
   int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   int (*write_)(void*, DevicePtr, std::uint64_t, unsigned);
   int (*wait_)(void*, DevicePtr, std::uint64_t, unsigned);

@@ -32,10 +32,6 @@ class Driver {
 
   // Any direction; host memory must be page-locked.
   virtual void Copy(void* dst, const void* src, std::size_t n, DeviceStream stream) = 0;
-
-  // Between GPUs' memory, by a copy engine where the driver can be told so: inside one GPU it else takes
-  // multiprocessors. Not on a stream that is captured.
-  virtual void CopyByEngine(void* dst, const void* src, std::size_t n, DeviceStream stream) = 0;
   virtual void Launch(DeviceFunction function, unsigned grid, unsigned block, void** params, DeviceStream stream) = 0;
 
   // Counters in host memory that the device has mapped. A write becomes visible after everything before it on the

@@ -10,7 +10,6 @@ class HipDriver final : public Driver {
   static constexpr std::uint64_t kAllBits = ~std::uint64_t{0};  // the mask of a wait
   static constexpr unsigned kDisableTiming = 2;                 // hipEventDisableTiming
   static constexpr int kCopyDefault = 4;          // hipMemcpyDefault: the runtime knows where pointers lie
-  static constexpr int kCopyNoCompute = 1024;     // hipMemcpyDeviceToDeviceNoCU
   static constexpr int kNotReady = 600;           // hipErrorNotReady
   static constexpr int kCaptureStatusActive = 1;  // hipStreamCaptureStatusActive
 
@@ -47,10 +46,6 @@ class HipDriver final : public Driver {
 
   void Copy(void* dst, const void* src, std::size_t n, DeviceStream stream) override {
     Check(copy_(dst, src, n, kCopyDefault, stream), "hipMemcpyAsync");
-  }
-
-  void CopyByEngine(void* dst, const void* src, std::size_t n, DeviceStream stream) override {
-    Check(copy_(dst, src, n, kCopyNoCompute, stream), "hipMemcpyAsync");
   }
 
   void Launch(DeviceFunction function, unsigned grid, unsigned block, void** params, DeviceStream stream) override {

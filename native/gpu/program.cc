@@ -75,12 +75,7 @@ class Compiler {
       }
       case Op::kCopy:
         Touches(kWorkLane, std::array{Read(src, s.len), Write(dst, s.len)});
-        Add({.step = DeviceStep::kCopy,
-             .stream = kWorkLane,
-             .dst = dst,
-             .src = src,
-             .n = s.len,
-             .near = !program_.near.empty()});
+        Add({.step = DeviceStep::kCopy, .stream = kWorkLane, .dst = dst, .src = src, .n = s.len});
         return Done(kWorkLane);
       case Op::kReduce:
         Touches(kWorkLane, std::array{Read(src, s.len), Write(dst, s.len)});
@@ -139,7 +134,7 @@ class Compiler {
     const std::uint8_t lane = Turn(kOutLanes, sends_);
     Touches(lane, std::array{Read(src, n)});
     Add({.step = DeviceStep::kWaitCredit, .stream = lane, .edge = edge});
-    Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = n, .near = Near(edge)});
+    Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = n});
     Signal(DeviceStep::kPublish, kSignalLane, lane, edge);
   }
 
@@ -147,7 +142,7 @@ class Compiler {
     const std::uint8_t lane = Turn(kInLanes, receives_);
     Touches(lane, std::array{Write(dst, n)});
     Add({.step = DeviceStep::kWaitReady, .stream = lane, .edge = edge});
-    Add({.step = DeviceStep::kCopyIn, .stream = lane, .edge = edge, .dst = dst, .n = n, .near = Near(edge)});
+    Add({.step = DeviceStep::kCopyIn, .stream = lane, .edge = edge, .dst = dst, .n = n});
     Signal(DeviceStep::kGrant, grants_, lane, edge);
   }
 

@@ -202,11 +202,11 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bas
       break;
     case DeviceStep::kCopyOut:
       Expect(shape, *edge, a.n, SignatureOf(a, signatures));
-      Copy(a, edge->slots.At(number), bases.At(a.src), stream);
+      driver_->Copy(edge->slots.At(number), bases.At(a.src), a.n, stream);
       break;
     case DeviceStep::kCopyIn:
       Expect(shape, *edge, a.n, SignatureOf(a, signatures));
-      Copy(a, bases.At(a.dst), edge->slots.At(number), stream);
+      driver_->Copy(bases.At(a.dst), edge->slots.At(number), a.n, stream);
       break;
     case DeviceStep::kReduceIn:
       Work(shape, a, bases, edge->slots.At(number), lanes_);
@@ -225,17 +225,11 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bas
   }
 }
 
-void DeviceQueue::Copy(const DeviceAction& a, void* dst, const void* src, DeviceStream stream, bool capturing) {
-  if (a.near && !capturing) return driver_->CopyByEngine(dst, src, a.n, stream);
-  driver_->Copy(dst, src, a.n, stream);
-}
-
 // What needs no peer; `slot` is what is copied into or out of, or reduced.
 void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Bases& bases, std::byte* slot,
                        DeviceLanes& lanes) {
   const auto at = [&](const Place& p) { return bases.At(p); };
   const DeviceStream stream = lanes[a.stream];
-  const bool capturing = &lanes != &lanes_;
   switch (a.step) {
     case DeviceStep::kWaitEvent:
       driver_->WaitEvent(lanes.EventAt(a.event), stream);
@@ -244,13 +238,13 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
       driver_->Record(lanes.EventAt(a.event), stream);
       break;
     case DeviceStep::kCopy:
-      Copy(a, at(a.dst), at(a.src), stream, capturing);
+      driver_->Copy(at(a.dst), at(a.src), a.n, stream);
       break;
     case DeviceStep::kCopyOut:
-      Copy(a, slot, at(a.src), stream, capturing);
+      driver_->Copy(slot, at(a.src), a.n, stream);
       break;
     case DeviceStep::kCopyIn:
-      Copy(a, at(a.dst), slot, stream, capturing);
+      driver_->Copy(at(a.dst), slot, a.n, stream);
       break;
     case DeviceStep::kReduce:
     case DeviceStep::kReduceIn: {
@@ -290,7 +284,7 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
       break;
     }
     case DeviceStep::kMessages:
-      for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, stream, capturing);
+      for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, stream, &lanes != &lanes_);
       break;
     case DeviceStep::kLocal:
       RunLocal(shape, shape.program.locals[a.edge], bases, stream);

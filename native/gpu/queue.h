@@ -100,7 +100,6 @@ struct DeviceAction {
   Place other{};
   std::size_t n = 0;
   std::uint32_t level = 0;  // of its step: order.py
-  bool near = false;        // copies are a copy engine's alone
 
   bool Waits() const {  // for a peer
     return step == DeviceStep::kWaitCredit || step == DeviceStep::kWaitReady || step == DeviceStep::kLocal ||
@@ -322,7 +321,6 @@ class DeviceQueue {
   void Run(const DeviceShape& shape, const DeviceAction& action, const Bases& bases,
            std::span<const std::uint64_t> signatures, DeviceStream stream);
   void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
-  void Copy(const DeviceAction& action, void* dst, const void* src, DeviceStream stream, bool capturing = false);
   void Work(const DeviceShape& shape, const DeviceAction& action, const Bases& bases, std::byte* slot,
             DeviceLanes& lanes);
   void RunMessages(const MessagesKernel& kernel, const Bases& bases, DeviceStream stream, bool capturing);

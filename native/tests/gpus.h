@@ -33,7 +33,6 @@ class ThreadDriver final : public Driver {
   void Copy(void* dst, const void* src, std::size_t n, DeviceStream s) override {
     On(s, [=] { std::memcpy(dst, src, n); });
   }
-  void CopyByEngine(void* dst, const void* src, std::size_t n, DeviceStream s) override { Copy(dst, src, n, s); }
   void Launch(DeviceFunction function, unsigned, unsigned, void** params, DeviceStream s) override {
     const auto dst = *static_cast<std::byte**>(params[0]);
     const auto a = *static_cast<const std::byte**>(params[1]);

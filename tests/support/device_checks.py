@@ -453,9 +453,8 @@ def check_functions(device: Device) -> None:
     """The addresses are the driver's functions, with the signatures that the engine calls them by."""
     names = base.CUDA_FUNCTIONS if device.vendor == "cuda" else base.HIP_FUNCTIONS
     found = dict(device.functions())
-    newer = base.CUDA_NEWER if device.vendor == "cuda" else {}  # a driver may lack them
-    assert {*names, "context" if device.vendor == "cuda" else "device"} == set(found).difference(newer)
-    assert all(found[name] for name in found if name != "device")
+    assert set(found) == {*names, "context" if device.vendor == "cuda" else "device"}
+    assert all(found[name] for name in names)
     prefix = "cu" if device.vendor == "cuda" else "hip"
     device.activate()
     pointer, word, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
@@ -467,7 +466,6 @@ def check_functions(device: Device) -> None:
     else:
         named_by = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)(found["hipGetErrorName"])
         assert named_by(2) == b"hipErrorOutOfMemory"
-    _check_engine_copies(device, found)
     if not device.stream_memory_ops:
         pytest.skip("this device's streams neither write nor wait for values")
     write = ctypes.CFUNCTYPE(ctypes.c_int, pointer, word, word, number)(found[f"{prefix}StreamWriteValue64"])
@@ -485,28 +483,6 @@ def check_functions(device: Device) -> None:
         ctypes.c_uint64.from_address(gate).value = 6
         device.synchronize(stream)
         assert ctypes.c_uint64.from_address(seen).value == 77
-
-
-def _check_engine_copies(device: Device, found: dict[str, int]) -> None:
-    """Copies that a copy engine is asked for, inside the device."""
-    pointer, word, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
-    with DeviceMachine(device) as machine:
-        (stream,), (src, dst) = machine.streams(1), (machine.allocate(5000) for _ in range(2))
-        machine.write(src, data := random_bytes(5000))
-        if device.vendor == "hip":
-            copy = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, size, ctypes.c_int, pointer)
-            assert copy(found["hipMemcpyAsync"])(dst, src, 5000, 1024, stream) == 0  # hipMemcpyDeviceToDeviceNoCU
-        elif "cuMemcpyBatchAsync" in found:
-            pointers = [pointer] * 3 + [size] + [pointer] * 2 + [size] + [pointer] * 2
-            copies = ctypes.CFUNCTYPE(ctypes.c_int, *pointers)(found["cuMemcpyBatchAsync"])
-            how = (ctypes.c_uint32 * 6)(1, 0, 0, 0, 0, 1)  # in the stream's order; no hints; by a copy engine
-            values = [word(dst), word(src), size(5000), how, size(0), size(0)]
-            to, source, nbytes, attributes, first, failed = map(ctypes.byref, values)
-            assert copies(to, source, nbytes, 1, attributes, first, 1, failed, stream) == 0
-        else:
-            return
-        device.synchronize(stream)
-        np.testing.assert_array_equal(machine.read(dst, 5000), data)
 
 
 class _Counting:

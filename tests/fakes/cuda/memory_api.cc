@@ -278,32 +278,6 @@ FAKE_API cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, std::size_t 
   return copy(stream, destination, source, nbytes, Direction::kAny);
 }
 
-struct CopyAttributes {
-  int source_order;
-  int places[4];
-  unsigned flags;
-};
-
-// A batch whose copies all go alike. On streams that were made, outside of captures.
-FAKE_API cuMemcpyBatchAsync(CUdeviceptr* destinations, CUdeviceptr* sources, std::size_t* sizes, std::size_t count,
-                            CopyAttributes* attributes, std::size_t* begins, std::size_t groups, std::size_t* failed,
-                            CUstream handle) {
-  BEGIN();
-  STREAM(stream, handle);
-  const bool made = reinterpret_cast<std::uintptr_t>(handle) > 2;
-  const bool known = attributes->source_order >= 1 && attributes->source_order <= 3 && attributes->flags <= 1;
-  if (!made || !known || count == 0 || groups != 1 || begins[0] != 0) return kInvalidValue;
-  {
-    std::lock_guard lock(state_mutex());
-    if (stream->capture) return kCaptureUnsupported;
-  }
-  for (*failed = 0; *failed < count; ++*failed) {
-    const std::size_t i = *failed;
-    if (Error error = copy(stream, destinations[i], sources[i], sizes[i], Direction::kAny)) return error;
-  }
-  return kOk;
-}
-
 FAKE_API cuMemcpyPeer(CUdeviceptr destination, void*, CUdeviceptr source, void*, std::size_t nbytes) {
   BEGIN();
   STREAM(stream, nullptr);

@@ -51,7 +51,6 @@ Direction direction_of(int kind) {
     case 2:
       return Direction::kDeviceToHost;
     case 3:
-    case 1024:  // without compute units
       return Direction::kDeviceToDevice;
     default:
       return Direction::kAny;

@@ -29,7 +29,6 @@ CUDA_FUNCTIONS = (
     "cuStreamIsCapturing", "cuStreamGetCaptureInfo", "cuThreadExchangeStreamCaptureMode", "cuStreamSynchronize",
     "cuStreamQuery", "cuGetErrorName",
 )  # fmt: skip
-CUDA_NEWER = {"cuMemcpyBatchAsync": 12080}  # with CUDA's version: older drivers lack them
 HIP_FUNCTIONS = (
     "hipGetDevice", "hipSetDevice",
     "hipMemcpyAsync", "hipStreamWriteValue64", "hipStreamWaitValue64", "hipModuleLaunchKernel",

@@ -14,7 +14,7 @@ from mmap import PAGESIZE
 from typing import Any
 
 from ...errors import DeviceError
-from .base import CUDA_FUNCTIONS, CUDA_NEWER, IPC_BYTES, DmaBuf, Pointer, Vendor, check_handle
+from .base import CUDA_FUNCTIONS, IPC_BYTES, DmaBuf, Pointer, Vendor, check_handle
 from .calls import Arguments, Calls
 from .kernels import KernelTable, kept
 
@@ -325,9 +325,7 @@ def _pointer_attribute() -> Callable[..., int]:
 @functools.cache
 def _functions() -> dict[str, int]:
     calls = _driver()
-    wanted = {**dict.fromkeys(CUDA_FUNCTIONS, _ABI), **CUDA_NEWER}
-    found = {name: int(calls("cuGetProcAddress", name.encode(), abi, 0)[0] or 0) for name, abi in wanted.items()}
-    return {name: address for name, address in found.items() if address or name not in CUDA_NEWER}
+    return {name: int(calls("cuGetProcAddress", name.encode(), _ABI, 0)[0] or 0) for name in CUDA_FUNCTIONS}
 
 
 def _text(raw: bytes) -> str:
