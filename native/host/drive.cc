@@ -302,7 +302,7 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
     own_bell_->sleeping.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (PassAll()) {  // what came before the flag could be seen rings no bell
-      if (asleep_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
+      if (sleepers_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
       return;
     }
   }
@@ -333,8 +333,8 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   std::int64_t slice = shared ? kSharedSleepSliceNs : options_.sleep_slice_ns;
   if (silent) slice = std::min(slice, std::clamp(idle / 8, kShortestNapNs, kLongestNapNs));
   const std::int64_t wait = std::clamp<std::int64_t>(until - NowNs(), 0, slice);
-  const unsigned night = night_;
-  ++asleep_;
+  const unsigned generation = generation_;
+  ++sleepers_;
   lock.unlock();
   const timespec timeout{wait / 1'000'000'000, wait % 1'000'000'000};
   static_cast<void>(ppoll(fds.data(), fds.size(), &timeout, nullptr));
@@ -342,14 +342,14 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   // The bell is for all who sleep, but silent once one has looked, and who sleeps then sleeps on: so it is rung for
   // them. While it is, it is nothing new for those who went to sleep since.
   const bool rung = doorbell_.Drain();
-  if (night != night_) {
-    --roused_;
-  } else if (--asleep_; rung && roused_ == 0) {
-    roused_ = std::exchange(asleep_, 0);
-    ++night_;
+  if (generation != generation_) {
+    --woken_;
+  } else if (--sleepers_; rung && woken_ == 0) {
+    woken_ = std::exchange(sleepers_, 0);
+    ++generation_;
   }
-  if (own_bell_ != nullptr && asleep_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
-  if (roused_ > 0) doorbell_.Ring(options_.local_rank);
+  if (own_bell_ != nullptr && sleepers_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
+  if (woken_ > 0) doorbell_.Ring(options_.local_rank);
 }
 
 Outcome Engine::Drive(const Pending& task, std::int64_t until) {

@@ -272,11 +272,11 @@ class Engine {
   int prompt_spins_ = 0;
   int core_ = -1;  // what NoteCore said last; under mutex_, as are the next two
   int crowded_waits_ = 0;
-  // Threads in Sleep: those that nothing has rung for, and those that something has. A ring ends the night. Under
+  // Threads in Sleep: those that nothing has rung for, and those that something has. A ring begins a generation. Under
   // mutex_.
-  int asleep_ = 0;
-  int roused_ = 0;
-  unsigned night_ = 0;
+  int sleepers_ = 0;
+  int woken_ = 0;
+  unsigned generation_ = 0;
   bool sleep_at_once_ = false;
   Doorbell doorbell_;
   FaultInjector injector_;
