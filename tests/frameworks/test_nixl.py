@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agents import heard, over
 from nixl_interface import CONFIG, METHODS
 from ranks import Ranks, wait_until
 
@@ -58,24 +59,6 @@ def test_what_was_written_by_hand_is_nixls() -> None:
 def regions(array: Any) -> list[tuple[int, int, int]]:
     """A descriptor for each piece."""
     return [(array.ctypes.data + at * PIECE, PIECE, 0) for at in range(COUNT)]
-
-
-def over(agent: Any, handle: Any) -> str:
-    """The state in which a transfer ends."""
-    return str(wait_until(lambda: state if (state := agent.check_xfer_state(handle)) != "PROC" else None, 60))
-
-
-def heard(agent: Any, count: int) -> list[bytes]:
-    """So many messages of the other."""
-    found: list[bytes] = []
-
-    def look() -> bool:
-        for messages in agent.get_new_notifs().values():
-            found.extend(messages)
-        return len(found) >= count
-
-    wait_until(look, 60)
-    return found
 
 
 def program(comm: hetcoll.Communicator, agent: Any) -> None:

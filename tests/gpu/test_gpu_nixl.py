@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agents import heard, over
 from gpu_kinds import Own
 from ranks import Ranks, wait_until
 from thorough import parametrize
@@ -15,24 +16,6 @@ from hetcoll.serving.nixl import nixl_agent, nixl_agent_config
 
 PIECE, COUNT = 4096, 200
 NBYTES = PIECE * COUNT
-
-
-def over(agent: nixl_agent, handle: Any) -> str:
-    """The state in which a transfer ends."""
-    return str(wait_until(lambda: state if (state := agent.check_xfer_state(handle)) != "PROC" else None, 60))
-
-
-def heard(agent: nixl_agent, count: int) -> list[bytes]:
-    """So many messages of the other."""
-    found: list[bytes] = []
-
-    def look() -> bool:
-        for messages in agent.get_new_notifs().values():
-            found.extend(messages)
-        return len(found) >= count
-
-    wait_until(look, 60)
-    return found
 
 
 class Side:

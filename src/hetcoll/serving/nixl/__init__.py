@@ -26,8 +26,8 @@ from ...runtime.offsets import MOST_PIECES
 from . import descriptors
 from .descriptors import Descriptors, Region, Rows
 from .handles import check_backends, nixl_agent_config, nixl_prepped_dlist_handle, nixl_xfer_handle
+from .mappings import Mappings
 from .notifications import Notifications
-from .sight import Sight
 
 __all__ = ["nixl_agent", "nixl_agent_config", "nixl_prepped_dlist_handle", "nixl_xfer_handle"]
 
@@ -49,9 +49,9 @@ class nixl_agent:  # noqa: N801  # as there
         self._names, self._job = [name for name, _ in told], told[0][1]
         if len(set(self._names)) < len(self._names):
             raise ArgumentError(f"agent_name: wanted one of its own for each rank, got {self._names}")
-        self._notifications = Notifications(self._comm, lambda peer, message: self._sight.hear(peer, message))
+        self._notifications = Notifications(self._comm, lambda peer, message: self._mappings.hear(peer, message))
         self._side = self._notifications.side
-        self._sight = Sight(self._side, lambda peer, message: self._notifications.post(peer, message, inner=True))
+        self._mappings = Mappings(self._side, lambda peer, message: self._notifications.post(peer, message, inner=True))
         self._come: dict[int, list[bytes]] = {}
         self._regions: dict[int, Region] = {}
         self._buffers: dict[int, Buffer] = {}
@@ -63,7 +63,7 @@ class nixl_agent:  # noqa: N801  # as there
         """Take all memory back, and leave."""
         for number in list(self._regions):
             self._close_region(number)
-        self._sight.close()
+        self._mappings.close()
         self._notifications.close()
         if self._owns:
             self._comm.close()
@@ -109,7 +109,7 @@ class nixl_agent:  # noqa: N801  # as there
             if on_gpu:
                 self._side.devices.copies(buffer, "reg_list")
             self._side.core.engine.add_window(number, buffer.ptr, buffer.nbytes, 0, on_gpu)
-            shared = self._sight.share(number, buffer) if on_gpu else None
+            shared = self._mappings.share(number, buffer) if on_gpu else None
             self._regions[number] = Region(number, descs.memory, buffer.ptr, buffer.nbytes, shared)
             self._buffers[number] = buffer
         return descs
@@ -127,7 +127,7 @@ class nixl_agent:  # noqa: N801  # as there
     def _close_region(self, number: int) -> None:
         self._side.core.engine.close_window(number)
         self._side.devices.settle(number)
-        self._sight.closed(number)
+        self._mappings.closed(number)
         del self._regions[number], self._buffers[number]
 
     # Metadata.
@@ -259,21 +259,21 @@ class nixl_agent:  # noqa: N801  # as there
         side.core.host.check_usable()
         device, after = side.devices.reach(buffer, "descs", None)
         if device:
-            self._meet_eyes(handle._gets, own, peer, number)
+            self._map_for(handle._gets, own, peer, number)
         ticket = side.core.engine.transfer(handle._gets, number, peer, buffer.ptr, rows, -1, device, after, own)
         what = f"{'READ from' if handle._gets else 'WRITE to'} agent {self._names[peer]} of {len(rows)} descriptors"
         begun: Work = side.begun(ticket, buffer, what, True, None)
         return begun
 
-    def _meet_eyes(self, gets: bool, own: int, peer: int, number: int) -> None:
-        """Let the reader's GPU see what it is to read, where it can."""
+    def _map_for(self, gets: bool, own: int, peer: int, number: int) -> None:
+        """Have what is to be read mapped by the reader's GPU, where it can."""
         theirs = next((each for each in self._remote.get(peer, ()) if each.number == number), None)
         if peer == self._comm.rank or theirs is None or theirs.shared is None:
             return
         if gets:
-            self._sight.look(peer, number, theirs.shared, theirs.nbytes)
+            self._mappings.map(peer, number, theirs.shared, theirs.nbytes)
         else:
-            self._sight.offer(peer, own)
+            self._mappings.offer(peer, own)
 
     def _progress(self) -> None:
         """Tell of what is over, also where the program only looks for what others tell; and take what these do."""
