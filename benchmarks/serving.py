@@ -24,10 +24,8 @@ import importlib.util
 import itertools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -37,6 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 from ports import free_port
 from serving_caches import Shape, gpu
 from serving_ways import SECONDS
+from staying import StayingRanks
 
 HOST_WAYS = ("socket", "gloo", "nixl tcp", "nixl shm", "hetcoll tcp", "hetcoll shm")
 GPU_WAYS = ("pinned copy gpu>gpu", "gpu copy gpu>gpu", "gloo gpu>gpu", "nccl gpu>gpu", "nixl gpu>gpu",
@@ -45,57 +44,21 @@ GPU_WAYS = ("pinned copy gpu>gpu", "gpu copy gpu>gpu", "gloo gpu>gpu", "nccl gpu
 MODULES = {"gloo": "torch", "nccl": "torch", "nixl": "nixl_cu12"}
 
 
-class Pair:
+class Pair(StayingRanks):
     """The two ranks of one way."""
 
     def __init__(self, way: str, python: str, folder: Path) -> None:
-        self._way, folder = way, folder / way.replace(">", "-")
+        folder /= way.replace(">", "-")
         folder.mkdir()
         common = {**os.environ, **_variables(way), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
                   "WORLD_SIZE": "2", "BENCH_FOLDER": str(folder)}  # fmt: skip
         words = [python, str(Path(__file__).with_name("serving_rank.py")), way]
-        self._ranks = [
-            subprocess.Popen(words, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for rank in range(2)
-        ]  # fmt: skip
-
-    def ready(self) -> None:
-        self._answers()
+        commands = [(words, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+        super().__init__(way, commands, folder / "log", SECONDS)
 
     def round(self, shape: Shape, repeats: int) -> float:
         """Seconds of one move of all."""
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            print(*shape, repeats, file=rank.stdin, flush=True)
-        return max(map(float, self._answers()))
-
-    def _answers(self) -> list[str]:
-        alarm = threading.Timer(SECONDS, self.kill)
-        alarm.start()
-        found = [next((line[2:] for line in rank.stdout or () if line.startswith("@ ")), "") for rank in self._ranks]
-        alarm.cancel()
-        if not all(found):
-            self.kill()
-            raise SystemExit(f"{self._way}: exit statuses {[rank.wait() for rank in self._ranks]}")
-        return found
-
-    def kill(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-
-    def end(self) -> None:
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.close()
-        for rank in self._ranks:
-            try:
-                rank.wait(30)
-            except subprocess.TimeoutExpired:
-                rank.kill()
-                rank.wait()
-            assert rank.stdout is not None
-            rank.stdout.close()
+        return max(float(found["seconds"]) for found in self.ask({"shape": shape, "repeats": repeats}))
 
 
 def _variables(way: str) -> Mapping[str, str]:
@@ -155,8 +118,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pairs = {way: Pair(way, pythons.get(way.split()[0], sys.executable), Path(folder)) for way in ways}
         try:
-            for pair in pairs.values():
-                pair.ready()
             measure(pairs, options, link)
         except BaseException:
             for pair in pairs.values():
@@ -164,7 +125,7 @@ def main() -> None:
             raise
         finally:
             for pair in pairs.values():
-                pair.end()
+                pair.close()
 
 
 def measure(pairs: Mapping[str, Pair], options: argparse.Namespace, link: str) -> None:

@@ -1,16 +1,17 @@
 """One rank of one way that serving.py measures: it does what each line of its standard input asks for.
 
-A line is a shape and how often all of it is moved, and is answered with "@" and the seconds of one, once every byte of
-the last was compared.
+A line has a shape and how often all of it is moved, and is answered with the seconds of one, once every byte of the
+last was compared.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -20,15 +21,14 @@ from serving_caches import Shape
 from serving_ways import WAYS
 
 
-def main() -> None:
+def main(answers: TextIO) -> None:
     name, rank = sys.argv[1], int(os.environ["RANK"])
     way = WAYS[name.split()[0]](rank, name)
     made: Shape | None = None
     wanted: Any = None
-    print("@ ready", flush=True)
     for line in sys.stdin:
-        *numbers, repeats = map(int, line.split())
-        shape = Shape(*numbers)
+        asked = json.loads(line)
+        shape, repeats = Shape(*asked["shape"]), asked["repeats"]
         if shape != made:
             way.prepare(shape)
             made, wanted = shape, shape.wanted() if rank == 1 else None
@@ -44,9 +44,11 @@ def main() -> None:
         if rank == 1:
             came = way.came()
             assert came is None or np.array_equal(came, wanted), "wrong bytes"
-        print(f"@ {took if rank == way.clock else 0}", flush=True)
+        print(json.dumps({"seconds": took if rank == way.clock else 0.0}), file=answers, flush=True)
     way.close()
 
 
 if __name__ == "__main__":
-    main()
+    with os.fdopen(os.dup(1), "w") as own:
+        os.dup2(2, 1)  # what libraries print is no answer
+        main(own)

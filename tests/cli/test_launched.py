@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -62,10 +63,9 @@ def test_scattered_pieces_are_measured(way: str, tmp_path: Path) -> None:
     """The receiver compares what came. One put at a time, then three of which two are under way."""
     pair = serving.Pair(way, sys.executable, tmp_path)
     try:
-        pair.ready()
         assert min(pair.round(Shape(1024, 32, depth), repeats) for depth, repeats in ((1, 1), (2, 3))) > 0
     finally:
-        pair.end()
+        pair.close()
 
 
 class Brings:
@@ -93,8 +93,8 @@ def test_pieces_that_came_elsewhere_are_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(serving_rank, "WAYS", {"brings": lambda rank, name: Brings(came)})
 
     def compare() -> None:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("64 4 1 1\n"))
-        serving_rank.main()
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"shape": shape, "repeats": 1}) + "\n"))
+        serving_rank.main(io.StringIO())
 
     compare()
     came[:128] = came[:128].reshape(2, 64)[::-1].reshape(-1)
