@@ -242,16 +242,26 @@ void OneSidedOfDevices() {
   Exchange({.size = 2, .over = Over::kTcp, .fault = "delay=0.2,short=0.5"}, "tcp, delayed, devices", 3);
 }
 
+// Two ranks whose devices see each other's windows, and take long for each copy.
+struct TwoSlowDevices {
+  std::vector<Device> made;  // outlive the engines
+  Job job{JobOptions{.size = 2}};
+  std::vector<Bytes> windows{Pattern(4096, 1), Pattern(4096, 2)};
+
+  TwoSlowDevices() {
+    for (int r = 0; r < 2; ++r) {
+      made.push_back(UseDevice(job.engine(r), std::size_t{64} << 10, 0, std::chrono::milliseconds(100)));
+      Serve(job.engine(r), windows[static_cast<std::size_t>(r)], 1, true);
+    }
+    SeeEachOther(job, windows, {0, 1});
+  }
+};
+
 // Whoever serves sleeps when nothing happens for a while: not while a device copies, which tells nobody.
 void SlowDevices() {
-  std::vector<Device> made;  // outlive the engines
-  Job job({.size = 2});
-  std::vector<Bytes> windows{Pattern(4096, 1), Pattern(4096, 2)};
-  for (int r = 0; r < 2; ++r) {
-    made.push_back(UseDevice(job.engine(r), std::size_t{64} << 10, 0, std::chrono::milliseconds(100)));
-    Serve(job.engine(r), windows[static_cast<std::size_t>(r)], 1, true);
-  }
-  SeeEachOther(job, windows, {0, 1});
+  TwoSlowDevices both;
+  Job& job = both.job;
+  std::vector<Bytes>& windows = both.windows;
   Bytes got(4096);
   const auto put = PutFrom(job.engine(1), 0, FakeCopier::Far(windows[1].data()), {{0, 1000, 100}}, 0);
   int looks = 0;
@@ -271,14 +281,9 @@ void SlowDevices() {
 
 // The next put is begun while a device still copies the one before.
 void PutsBehindEachOther() {
-  std::vector<Device> made;  // outlive the engines
-  Job job({.size = 2});
-  std::vector<Bytes> windows{Pattern(4096, 1), Pattern(4096, 2)};
-  for (int r = 0; r < 2; ++r) {
-    made.push_back(UseDevice(job.engine(r), std::size_t{64} << 10, 0, std::chrono::milliseconds(100)));
-    Serve(job.engine(r), windows[static_cast<std::size_t>(r)], 1, true);
-  }
-  SeeEachOther(job, windows, {0, 1});
+  TwoSlowDevices both;
+  Job& job = both.job;
+  std::vector<Bytes>& windows = both.windows;
   const Bytes before = windows[1];
   std::vector<std::shared_ptr<Transfer>> puts;
   for (const std::uint64_t at : {0, 1000, 2000}) {
