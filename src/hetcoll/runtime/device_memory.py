@@ -71,21 +71,19 @@ class DeviceMemory:
             return None
         return self._copies.share(buffer, self._core.rank)
 
-    def open(self, window: int, told: Sequence[Shared | None]) -> dict[int, int]:
-        """Where this rank's GPU sees that window of others: the addresses, by rank."""
+    def open(self, window: int, told: Sequence[Shared | None], nbytes: Sequence[int]) -> dict[int, int]:
+        """Let this rank's GPU read that window of others by itself: the addresses where it sees it, by rank."""
         if told[self._core.rank] is None:
             return {}
-        opened = {rank: self._open(window, rank, shared) for rank, shared in enumerate(told) if shared is not None}
+        shared = [(rank, each) for rank, each in enumerate(told) if each is not None]
+        opened = {rank: self._open(window, rank, each, nbytes[rank]) for rank, each in shared}
         return {rank: address for rank, address in opened.items() if address is not None}
 
     def see(self, window: int, rank: int, shared: Shared, nbytes: int) -> bool:
-        """Let this rank's GPU read that window of another one by itself; False where it cannot."""
-        address = self._open(window, rank, shared)
-        if address is not None:
-            self._core.engine.see_window(window, rank, address, nbytes)
-        return address is not None
+        """Likewise of one rank; False where it cannot."""
+        return self._open(window, rank, shared, nbytes) is not None
 
-    def _open(self, window: int, rank: int, shared: Shared) -> int | None:
+    def _open(self, window: int, rank: int, shared: Shared, nbytes: int) -> int | None:
         ranks, me = self._core.wiring.topology.ranks, self._core.rank
         near = rank != me and ranks[rank].host == ranks[me].host
         if self._copies is None or not near or shared.vendor != self._copies.vendor:
@@ -93,6 +91,7 @@ class DeviceMemory:
         address = self._copies.open(shared, rank)
         if address is not None:
             self._opened[window, rank] = shared.memory
+            self._core.engine.see_window(window, rank, address, nbytes)
         return address
 
     def forget(self, window: int, rank: int) -> None:

@@ -269,15 +269,6 @@ class OneSided:
         self._windows[number] = buffer
         return number
 
-    def see_window(
-        self, number: int, seen: dict[int, int], sees: list[bool], exposed: Sequence[_Exposed], dtype: DType
-    ) -> None:
-        """What this rank's GPU sees of the others' memory, and whose sees that of this rank."""
-        for rank, address in seen.items():
-            self.core.engine.see_window(number, rank, address, exposed[rank].elements * dtype.itemsize)
-        for rank in (rank for rank, each in enumerate(sees) if each):
-            self.core.engine.window_is_seen(number, rank)
-
     def close_window(self, number: int) -> None:
         """Fence its memory."""
         if not self.core.engine.forked:
@@ -414,11 +405,11 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
     mapped: dict[int, int] = {}
     found = [None if each is None else Shared(*each) for *_, each in told]
     if sum(each is not None for each in found) > 1:
-        seen = side.devices.open(number, found)
         # Before the others hear of it: they may put at once.
-        side.see_window(number, seen, [False] * parent.size, exposed, dtype)
+        seen = side.devices.open(number, found, [each.elements * dtype.itemsize for each in exposed])
         theirs = [json.loads(blob) for blob in parent.meet("window()", json.dumps(sorted(seen)).encode(), seconds)]
-        side.see_window(number, seen, [side.core.rank in each for each in theirs], exposed, dtype)
+        for rank in (rank for rank, each in enumerate(theirs) if side.core.rank in each):
+            side.core.engine.window_is_seen(number, rank)
         if all(len(each) == parent.size - 1 for each in theirs):
             mapped = seen
     return Window(side, number, dtype, exposed, mapped)
