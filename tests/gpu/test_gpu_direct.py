@@ -19,7 +19,7 @@ from thorough import parametrize
 import hetcoll
 from hetcoll import DeviceError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.runtime.one_sided import OneSided
+from hetcoll.runtime.device_memory import DeviceMemory
 from hetcoll.vendors.devices.kernels.source import PIECES
 from hetcoll.vendors.devices.kernels.table import KernelTable
 
@@ -232,14 +232,15 @@ def test_memory_that_cannot_be_opened_goes_through_the_host(mixed: Any, kinds: s
 
 def put_at_once(comm: hetcoll.Communicator) -> int:
     """Rank 1 is slow to come out of `window`, and rank 0 puts."""
-    see = OneSided.see_window
+    seen_by = DeviceMemory.seen_by
 
-    def late(side: OneSided, number: int, seen: dict[int, int], sees: list[bool], *rest: Any) -> None:
-        if comm.rank == 1 and any(sees):
+    def late(devices: DeviceMemory, window: int, ranks: list[int]) -> None:
+        assert ranks == [1 - comm.rank]
+        if comm.rank == 1:
             time.sleep(0.5)
-        see(side, number, seen, sees, *rest)
+        seen_by(devices, window, ranks)
 
-    with unittest.mock.patch.object(OneSided, "see_window", late):
+    with unittest.mock.patch.object(DeviceMemory, "seen_by", late):
         return put_and_look(comm)
 
 

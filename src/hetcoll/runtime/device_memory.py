@@ -94,6 +94,11 @@ class DeviceMemory:
             self._core.engine.see_window(window, rank, address, nbytes)
         return address
 
+    def seen_by(self, window: int, ranks: Sequence[int]) -> None:
+        """The GPUs of these read that window of this rank by themselves."""
+        for rank in ranks:
+            self._core.engine.window_is_seen(window, rank)
+
     def forget(self, window: int, rank: int) -> None:
         """Undo `open` or `see`. Nothing reads there any more."""
         assert self._copies is not None

@@ -408,8 +408,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         # Before the others hear of it: they may put at once.
         seen = side.devices.open(number, found, [each.elements * dtype.itemsize for each in exposed])
         theirs = [json.loads(blob) for blob in parent.meet("window()", json.dumps(sorted(seen)).encode(), seconds)]
-        for rank in (rank for rank, each in enumerate(theirs) if side.core.rank in each):
-            side.core.engine.window_is_seen(number, rank)
+        side.devices.seen_by(number, [rank for rank, each in enumerate(theirs) if side.core.rank in each])
         if all(len(each) == parent.size - 1 for each in theirs):
             mapped = seen
     return Window(side, number, dtype, exposed, mapped)

@@ -61,7 +61,7 @@ class Mappings:
             self._mapped[peer, number] = False  # metadata may still have it
         elif number in self._shared:
             self._mapped_by.setdefault(number, set()).add(peer)
-            self._side.core.engine.window_is_seen(number, peer)
+            self._side.devices.seen_by(number, [peer])
         else:
             self._say(peer, "gone", number)
 
