@@ -44,7 +44,7 @@ class ProxyLane {
   bool AddPoll(std::vector<pollfd>& fds) const {
     if (left_) return false;
     // What was not offered to the link for want of the GPU's word is not offered yet where that has come since.
-    const bool blocked = !queue_.empty() && !(outgoing_ ? offered_ : Ours(queue_.front()));
+    const bool blocked = !queue_.empty() && !(outgoing_ ? offered_ : announced_ > 0);
     if (blocked && lent_.empty()) return true;
     if (outgoing_) {
       end_.send->AddPoll(fds);

@@ -65,6 +65,7 @@ void AcknowledgedBytes();
 void ResetSockets();
 void EncryptedStreams();
 void WrongKeys();
+void EncryptedAndAsleep();
 void ChangedRecords();
 void EncryptedLinks();
 void EncryptedAndReset();
@@ -461,6 +462,7 @@ constexpr Scenario kScenarios[] = {
     {"mending: resets", ResetSockets},
     {"tls: streams", EncryptedStreams, kAlone},
     {"tls: keys", WrongKeys, kAlone},
+    {"tls: asleep", EncryptedAndAsleep, kAlone},
     {"tls: changed", ChangedRecords, kAlone},
     {"tls: links", EncryptedLinks},
     {"tls: resets", EncryptedAndReset},

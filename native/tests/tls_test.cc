@@ -131,6 +131,42 @@ void ChangedRecords() {
   CHECK(came == Bytes(3000), "changed bytes were shown");
 }
 
+// Who found nothing to take may sleep until the socket is readable: nothing that came before is left behind it.
+void EncryptedAndAsleep() {
+  for (const std::size_t nbytes : {std::size_t{100}, std::size_t{24008}, std::size_t{50000}}) {
+    Ends ends;
+    Bytes word(1);
+    for (bool shook[2] = {}; !shook[0] || !shook[1];) {
+      if (!shook[0]) shook[0] = SendOne(*ends.tls[0], {std::byte{1}}) == 1;
+      if (!shook[1]) shook[1] = ends.tls[1]->Receive(word.data(), 1) == 1;
+    }
+    for (const int end : {0, 1}) Tls::Hand(ends.fds[end], std::shared_ptr<Tls>(std::move(ends.tls[end])));
+    const auto link = [&](int end) {
+      auto shared = std::make_shared<TcpShared>(Integrity::kOff);
+      const int fd = fcntl(ends.fds[end], F_DUPFD_CLOEXEC, 0);
+      return MakeTcp(MakeSockets({&fd, 1}, {1 - end, 0, 0}, shared), shared);
+    };
+    LinkEnds from = link(0), to = link(1);
+    const hetcoll::Message m{.signature = 7, .total = nbytes};
+    Bytes sent(nbytes, std::byte{5}), came(nbytes);
+    std::size_t there = 0;
+    const auto push = [&] {
+      const std::ptrdiff_t n = from.send->Push(m, there, sent.data() + there, nbytes - there);
+      if (n > 0) there += static_cast<std::size_t>(n);
+    };
+    std::size_t taken = 0;
+    for (const std::int64_t start = NowNs(); taken < nbytes && Seconds(start) < 20;) {
+      if (there < nbytes) push();
+      std::vector<pollfd> fds;
+      to.recv->AddPoll(fds);
+      if (poll(fds.data(), fds.size(), there < nbytes ? 0 : 1000) == 0) continue;
+      const std::ptrdiff_t n = to.recv->Pull(m, taken, came.data() + taken, nbytes - taken, false);
+      if (n > 0) taken += static_cast<std::size_t>(n);
+    }
+    CHECK(came == sent, "%zu of %zu bytes were taken", taken, nbytes);
+  }
+}
+
 // As ever, whatever the network does: nothing of the engine knows of it.
 void EncryptedLinks() {
   for (const int stripes : {1, 3}) {

@@ -304,7 +304,11 @@ ssize_t Sockets::Stripe::ReceiveInto(std::byte* header, std::size_t head, std::b
     if (size > head) std::memcpy(data, joined + head, size - head);
     return got;
   }
-  if (tls != nullptr) return Get(header, head);
+  if (tls != nullptr) {  // what OpenSSL has read already must not be left: the socket will not tell of it
+    const ssize_t got = Get(header, head);
+    const ssize_t more = got == static_cast<ssize_t>(head) ? Get(data, n) : 0;
+    return got + std::max<ssize_t>(more, 0);
+  }
   iovec iov[2] = {{header, head}, {data, n}};
   msghdr msg{};
   msg.msg_iov = iov;

@@ -318,10 +318,15 @@ ssize_t Tls::Receive(std::byte* to, std::size_t n) {
   const SslContext& api = SslContext::Get();
   api.ERR_clear_error();
   errno_ = 0;
-  const int got = api.SSL_read(ssl_.get(), to, static_cast<int>(std::min(n, kRecord)));
-  if (got > 0) {
+  std::size_t came = 0;
+  int got = 1;
+  while (came < n && got > 0) {
+    got = api.SSL_read(ssl_.get(), to + came, static_cast<int>(std::min(n - came, kRecord)));
+    if (got > 0) came += static_cast<std::size_t>(got);
+  }
+  if (came > 0) {  // what kept the rest from coming is said next time
     proven_ = true;
-    return got;
+    return static_cast<ssize_t>(came);
   }
   failed_ = got;
   const ssize_t failed = Failed();
@@ -374,11 +379,14 @@ int Tls::ReadBio(void* bio, char* to, int n) {
 
 // As recv(2).
 ssize_t Tls::Fetch(std::byte* to, std::size_t n) {
-  const auto receive = [this](std::byte* into, std::size_t most) {
-    for (;;) {
+  const auto receive = [this](std::byte* into, std::size_t most) -> ssize_t {
+    while (broken_ == 0) {
       const ssize_t got = recv(fd_, into, most, MSG_DONTWAIT);
-      if (got >= 0 || errno != EINTR) return got;
+      if (got >= 0 || errno == EAGAIN) return got;
+      if (errno != EINTR) broken_ = errno;  // the kernel says it once
     }
+    errno = broken_;
+    return -1;
   };
   if (read_ == ahead_bytes_) {
     if (!ahead_) return receive(to, n);

@@ -42,7 +42,8 @@ class Tls {
   // As sendmsg(2): how many bytes of the pieces the kernel has, encrypted, to the last. Who got less than it offered,
   // or EAGAIN, must offer the bytes that follow next, since some of these may have been encrypted.
   ssize_t Send(std::span<const iovec> pieces);
-  // As recv(2). EBADMSG: what came was changed on the way; EKEYREJECTED: the other end does not have the key.
+  // As recv(2). EBADMSG: what came was changed on the way; EKEYREJECTED: the other end does not have the key. Fewer than
+  // n bytes are all that came.
   ssize_t Receive(std::byte* to, std::size_t n);
 
   // Of the socket that it is now for: the one that took over the descriptor. Reads ahead from here on.
@@ -74,6 +75,7 @@ class Tls {
   bool over_ = false;    // the peer ended it
   bool proven_ = false;  // that it has the key
   int errno_ = 0;        // of the last read or write of the socket, if it failed
+  int broken_ = 0;       // why nothing more comes
   int failed_ = 0;       // what OpenSSL returned when it did nothing
   const TlsKey key_;
   std::unique_ptr<SslState, void (*)(SslState*)> ssl_;

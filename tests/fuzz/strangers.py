@@ -195,6 +195,6 @@ def main(connections: int, folder: Path) -> int:
     """Print what came out, as JSON; 1 where something was wrong."""
     from ports import free_port
 
-    outcome = besiege(connections, folder, free_port())
+    outcome = besiege(connections, folder, free_port(), attackers=4)
     print(json.dumps(vars(outcome)))
     return bool(outcome.problems)
