@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -115,15 +115,17 @@ class Lane:
             unique_id = seats[0].pipe.recv()
         except (EOFError, OSError):
             unique_id = None
+        ended = {0: unique_id} if isinstance(unique_id, Report) else {}  # it could not even say where it is
+        unique_id = None if ended else unique_id
         for seat in seats[1:]:
             with contextlib.suppress(OSError):  # it was killed meanwhile
                 seat.pipe.send(unique_id)
-        reports = self._answers(seats, PATIENCE * ENOUGH)
+        reports = self._answers(seats, PATIENCE * ENOUGH, ended)
         problems = judge(program, reports)
         there = [seat for seat, report in zip(seats, reports, strict=True) if isinstance(report, Report)]
         for seat in there:
             seat.pipe.send("leave")  # the store's process last, but for what is left of it by then
-        problems += [left for left in self._answers(there, 2 * PATIENCE * CLEAR) if left]
+        problems += [left for left in self._answers(there, 2 * PATIENCE * CLEAR, {}) if left]
         for seat in seats:
             if problems or seat not in there or program.attack.kind in _SPOIL:
                 seat.end()
@@ -142,9 +144,9 @@ class Lane:
                 return seat
         return Seat(device, self._output, self._idle)
 
-    def _answers(self, seats: list[Seat], seconds: float) -> list[Any]:
-        """Each one's, or why there is none."""
-        found: dict[int, Any] = {}
+    def _answers(self, seats: list[Seat], seconds: float, ended: Mapping[int, Any]) -> list[Any]:
+        """Each one's, or why there is none; `ended` are known."""
+        found = dict(ended)
         deadline = time.monotonic() + seconds
         while len(found) < len(seats):
             waiting = {seat.pipe: rank for rank, seat in enumerate(seats) if rank not in found}

@@ -195,7 +195,7 @@ def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str,
         env.pop("HETCOLL_ALGO", None)
     if kind == "links":
         words = [f"delay={rng.random() * 0.3:.2f}", f"short={rng.random():.2f}", f"reorder={rng.random() * 0.5:.2f}"]
-        words += [f"stall={rng.randrange(100_000)},hold=0.05"]
+        words += [f"stall={1 + rng.randrange(100_000)},hold=0.05"]
         if os.geteuid() == 0:  # it takes CAP_NET_ADMIN
             words.append(f"reset={rng.randrange(100_000, 2_000_000)}")
         env["HETCOLL_FAULT"] = ",".join([*rng.sample(words, rng.randint(1, 4)), f"seed={rng.randrange(1000)}"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -239,3 +240,25 @@ def _read_late(comm: hetcoll.Communicator) -> list[str]:
 
 def test_no_reader_begins_after_the_end(launch: Callable[..., Ranks]) -> None:
     assert launch(2).run(_read_late) == [[], []]
+
+
+def _left_in_between(comm: hetcoll.Communicator) -> str:
+    """Rank 1 waits for a message of any, rank 2 for rank 1, in a barrier that rank 0 never called."""
+    comm.barrier()
+    if comm.rank == 0:
+        comm.close()
+        return ""
+    receive = partial(comm.recv, np.zeros(1), hetcoll.ANY_SOURCE, tag=1)
+    call: Callable[[], object] = receive if comm.rank == 1 else comm.barrier
+    with pytest.raises(hetcoll.PeerLostError, match="rank 0 left while it was needed") as caught:
+        call()
+    assert caught.value.rank == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_who_waits_for_any_does_not_hide_that_a_rank_has_left(launch: Callable[..., Ranks], transport: str) -> None:
+    """Which the one in a barrier finds out, though it does not wait for the rank that left."""
+    ranks = launch(3, HETCOLL_TRANSPORT=transport, HETCOLL_TIMEOUT="60")
+    for error in ranks.run(_left_in_between)[1:]:
+        assert "barrier" in error

@@ -116,6 +116,20 @@ def test_a_goodbye_is_seen_and_ends_exchanges(unique_id: UniqueId) -> None:
         client.close()
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_who_has_left_answers_with_its_last_words(unique_id: UniqueId, last: bool) -> None:
+    clients, events = join_all(unique_id, 3)
+    if last:
+        clients[1].close(WORLD, b"gone")
+    else:
+        clients[1].leave(WORLD, b"gone")
+    clients[2].leave(WORLD)
+    events[0].wait_for(lambda e: e == Left(1))
+    assert clients[0].query(WORLD, b"?", 5.0) == {0: b"answer of 0", 1: b"gone", 2: None}
+    for client in clients:
+        client.close()
+
+
 def test_who_left_a_group_waits_for_no_rank_of_it(unique_id: UniqueId) -> None:
     client = ControlClient(unique_id, 0, 1, 5.0)
     client.join(b"part", 0, 2)

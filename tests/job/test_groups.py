@@ -83,9 +83,9 @@ class Store(RuleBasedStateMachine):
         self.ask(who, Op.JOIN, name, U32.pack(rank), U32.pack(SIZE), b"\1" if hosts else b"\0", F64.pack(wait))
 
     @precondition(lambda self: self.members)
-    @rule(who=st.integers(0, 5), name=names)
-    def leave(self, who: int, name: bytes) -> None:
-        self.ask(who, Op.LEAVE, name)
+    @rule(who=st.integers(0, 5), name=names, words=st.binary(max_size=3))
+    def leave(self, who: int, name: bytes, words: bytes) -> None:
+        self.ask(who, Op.LEAVE, name, words)
 
     @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), name=names, tag=tags, wait=seconds)

@@ -265,7 +265,7 @@ def test_who_comes_when_the_others_have_gone_on_and_closed_is_left_behind(succee
             fields = (WORLD, U32.pack(client.membership.rank), U32.pack(2), b"\0", F64.pack(9.0))
             groups.handle(client, Frame(Op.JOIN, 0, 1, pack(fields)))
         groups.drop(late, "timed out", silent=True)
-    groups.handle(stays, Frame(Op.LEAVE, 0, 2, pack([WORLD])))
+    groups.handle(stays, Frame(Op.LEAVE, 0, 2, pack([WORLD, b""])))
     late.inbox.clear()  # it was cut off
     return_to(groups, late)
     late.read(len(late.inbox))

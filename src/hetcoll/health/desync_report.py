@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from ..errors import parser, spell_ranks
@@ -125,6 +125,12 @@ def find_failure(answers: Answers) -> tuple[int, int, str] | None:
             kind, peer, text = answer.failed
             return kind, peer, f"rank {rank}: {text}"
     return None
+
+
+def find_absent(answers: Answers, left: Collection[int]) -> list[int]:
+    """The ranks that left before a collective that another one has called: it cannot end."""
+    begun = {rank: answer.now for rank, answer in answers.items() if answer is not None}
+    return sorted(rank for rank in left if rank in begun and begun[rank] < max(begun.values()))
 
 
 def find_deadlock(before: Answers, now: Answers) -> str:

@@ -37,6 +37,7 @@ from .desync_report import (
     Called,
     Edge,
     doubts,
+    find_absent,
     find_deadlock,
     find_failure,
     find_mismatch,
@@ -311,6 +312,8 @@ class Diagnosis:
             self.post(Kind.MISMATCH, -1, found)
         elif failure:
             self.post(Kind(failure[0]), *failure[1:])
+        elif gone := find_absent(answers, self._left):
+            return self._needed(gone)
         else:
             return None
         return self.error()
@@ -386,6 +389,10 @@ class Diagnosis:
                 words = json.loads(self._session.control.get(self._last_key(question, rank), 0.0))
             self._last_words[question, rank] = words[self._rank]
         return self._last_words[question, rank]
+
+    def last_words(self) -> bytes:
+        """What other ranks are answered when this one has left: how many collectives it has called."""
+        return b"" if self._engine is None else Answer(self._engine.collectives, {}).encode()
 
     def leave_answers(self, question: str, answers: Sequence[Any]) -> None:
         """For when this rank has left: what each rank is told then."""

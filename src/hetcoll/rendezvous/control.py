@@ -115,9 +115,9 @@ class ControlClient:
         if membership.host == NOBODY:
             (membership.host,) = U32.unpack(frame.fields[0])
 
-    def leave(self, group: bytes, *, timeout: float | None = None) -> None:
-        """Say goodbye to a group: its other members see `Left`."""
-        self._call(Op.LEAVE, (group,), timeout, group)
+    def leave(self, group: bytes, words: bytes = b"", *, timeout: float | None = None) -> None:
+        """Say goodbye to a group: its other members see `Left`, and what they `query` is answered by these words."""
+        self._call(Op.LEAVE, (group, words), timeout, group)
         with self._lock:
             self._groups.pop(group, None)
 
@@ -208,8 +208,9 @@ class ControlClient:
         others = [each.holds() for each in (self._relay, hosted_here(self.unique_id.job_id)) if each is not None]
         return Held(*map(sum, zip(mine, *others, strict=True)))
 
-    def close(self) -> None:
-        """Leave all groups in order and end the thread. Takes a few seconds at most; more than once is fine."""
+    def close(self, *words: bytes) -> None:
+        """Leave all groups in order and end the thread. Takes a few seconds at most; more than once is fine. `words`
+        are `leave`'s, for one of the groups."""
         lifetime.forget(self)
         if self._forked:
             return
@@ -220,7 +221,7 @@ class ControlClient:
             relay.retire()
         if first and self._end is None:
             try:
-                self._uplink.send(Op.BYE, b"", 0, _GOODBYE_SECONDS)
+                self._uplink.send(Op.BYE, pack(words), 0, _GOODBYE_SECONDS)
             except OSError as error:
                 log.debug("goodbye: %s", spell_error(error))
         if threading.current_thread() is self._thread:

@@ -42,16 +42,16 @@ class Session:
         for event in early:
             handler(group, event)
 
-    def leave(self, group: bytes) -> None:
-        """Say goodbye to the group; to the store as well when it was the last."""
+    def leave(self, group: bytes, words: bytes = b"") -> None:
+        """Say goodbye to the group; to the store as well when it was the last. See `ControlClient.leave`."""
         with self._lock:
             self._handlers.pop(group, None)
             last = not self._handlers
         if last:
-            self.control.close()
+            self.control.close(group, words)
         else:
             with contextlib.suppress(HetcollError):  # the store may be gone already
-                self.control.leave(group, timeout=2.0)
+                self.control.leave(group, words, timeout=2.0)
 
     def _dispatch(self, group: bytes, event: Event) -> bytes | None:
         with self._lock:

@@ -382,6 +382,8 @@ class Core:
             return
         self.activity.close()
         self.log_news()
+        counts = self.gpus.executor is None and self.gpus.cpu_rank is None  # all calls: the engine knows none of GPUs
+        words = self.diagnosis.last_words() if counts else b""
         self.engine.set_starts(False)
         for rider in self._riders.values():
             rider.leave()
@@ -393,7 +395,7 @@ class Core:
             self.gpus.cpu_rank.close()
         self.planner.forget()
         self.compression.forget()
-        self.session.leave(self.group)
+        self.session.leave(self.group, words)
         self.wiring.close()
         for rider in self._riders.values():
             rider.close()

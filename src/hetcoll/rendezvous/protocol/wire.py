@@ -31,7 +31,7 @@ class Op(IntEnum):
     """What a frame is. Below 64: from a member to the store; from 64 on: from the store to a member."""
 
     JOIN = 1  # group, rank, size, 1 where this process hosts the store, seconds -> rank that hosts it, or NOBODY
-    LEAVE = 2  # group
+    LEAVE = 2  # group, what this rank answers to questions from now on, or nothing
     EXCHANGE = 3  # group, tag, packed values, packed ones of which only who has the same is told, own value, seconds
     # -> a column for each value: see `columns`; and among few ranks one of own values
     POST = 4  # group, kind, blob -> kind, blob and rank of the group's first verdict
@@ -39,7 +39,7 @@ class Op(IntEnum):
     PUT = 6  # key, value
     GET = 7  # key, seconds -> value
     ANSWER = 8  # the number of the question, blob; has no reply
-    BYE = 9  # this member leaves all its groups; has no reply
+    BYE = 9  # this member leaves all its groups; the fields of LEAVE for one of them; has no reply
     SHRINK = 10  # group, number of the roll call, seconds -> that number, and who answered it: a field a rank, in
     # rising order
     LOOK = 11  # group, tag of an exchange that is over, ranks -> the own value of each

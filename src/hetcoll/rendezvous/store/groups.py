@@ -31,6 +31,7 @@ log = logging.getLogger("hetcoll.groups")
 MAX_GROUPS = 1 << 16
 MAX_SIZE = 1 << 20
 MAX_SECONDS = 7 * 86400.0
+_MOST_WORDS = 1 << 10  # bytes that are kept of a rank that left
 _GATHER = 0.02  # seconds in which goodbyes are gathered, and told together
 _GATHER_A_RANK = 50e-6  # seconds more for each rank: telling all of them takes longer, too
 
@@ -66,7 +67,7 @@ class Groups:
         self.returns = Returns(self._find, self._part, self._catch_up, self.handle, self._after, *succeeds)
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
             Op.JOIN: (5, self._join),
-            Op.LEAVE: (1, self._leave),
+            Op.LEAVE: (2, self._leave),
             Op.EXCHANGE: (6, self._exchange),
             Op.LOOK: (3, self._look),
             Op.POST: (3, self._post),
@@ -248,8 +249,14 @@ class Groups:
             text = f"rank {rank} left and is back, but {spell_ranks(self._groups[name].members)} did not leave"
             member.send(Op.REPLY, text.encode(), request, Status.TIMEOUT)
 
-    def _leave(self, member: Member, request: int, name: bytes) -> None:
+    def keep_words(self, member: Member, fields: list[bytes]) -> None:
+        """What a member that leaves a group answers from now on: the group's name and that, if anything."""
+        if len(fields) == 2 and fields[0] in member.ranks and 0 < len(fields[1]) <= _MOST_WORDS:
+            self._groups[fields[0]].words[member.ranks[fields[0]]] = fields[1]
+
+    def _leave(self, member: Member, request: int, name: bytes, words: bytes) -> None:
         self._of(member, name)
+        self.keep_words(member, [name, words])
         self._part(member, name, "")
         member.send(Op.REPLY, b"", request)
 

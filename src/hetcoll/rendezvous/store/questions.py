@@ -53,7 +53,8 @@ class Questions:
         """QUERY: ask each rank of a group; a field a rank."""
         group, rank = self._find_current(member, name)
         waiting = {other: position for position, other in group.members.items()}
-        question = _Question(member, request, waiting, [b""] * group.size, pack, group)
+        answers = [b"\1" + group.words[other] if other in group.words else b"" for other in range(group.size)]
+        question = _Question(member, request, waiting, answers, pack, group)
         self._ask(question, [(other, name) for other in waiting], U32.pack(rank), blob, seconds8)
 
     def ask_all(self, member: Member, request: int, blob: bytes, seconds8: bytes) -> None:

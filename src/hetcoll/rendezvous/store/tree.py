@@ -179,6 +179,7 @@ class Tree:
             if node.stream.owes():
                 node.emit(Op.ACK, U64.pack(node.stream.received))
             if frame.op == Op.BYE:
+                self._groups.keep_words(node, frame.fields)
                 self._lose(node, "")
             else:
                 self._groups.handle(node, frame)
