@@ -144,6 +144,25 @@ def test_a_descriptor_reaches_the_ranks_of_this_host() -> None:
     os.close(memory)
 
 
+def test_who_dies_while_it_hands_a_descriptor_over_is_lost() -> None:
+    """And no error of the connection is raised in place of that."""
+    name, came = new_name(), threading.Event()
+
+    def check(peers: Collection[int]) -> None:
+        if came.is_set():
+            raise PeerLostError("rank 0 was lost", 0)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind("\0" + name)
+        listener.listen()
+        fetching = pool.submit(receive_fd, name, 1, SECRET, 20.0, 0, check)
+        for _ in range(2):  # it tries again until it is told
+            listener.accept()[0].close()
+        came.set()
+        with pytest.raises(PeerLostError, match="rank 0 was lost"):
+            fetching.result(10)
+
+
 def test_descriptors_stay_from_strangers_and_absent_ranks_are_named() -> None:
     name, memory = new_name(), os.memfd_create("test")
     with ThreadPoolExecutor(1) as pool:

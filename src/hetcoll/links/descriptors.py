@@ -151,9 +151,10 @@ def receive_fd(
                 sock.connect("\0" + name)
                 sock.setblocking(False)
                 return _fetch(sock, rank, secret, deadline)
-            except ConnectionRefusedError:  # not bound yet
+            except ConnectionError as error:  # not bound yet, or its process has died, which `check` will be told
                 if time.monotonic() + _RETRY >= deadline:
-                    raise InitError(f"shared memory {name}: nobody offers it after {timeout:g} s") from None
+                    why = "" if isinstance(error, ConnectionRefusedError) else f": {spell_error(error)}"
+                    raise InitError(f"shared memory {name}: nobody offers it after {timeout:g} s{why}") from None
             except OSError as error:
                 raise InitError(f"shared memory {name}: {spell_error(error)}") from error
         time.sleep(_RETRY)
