@@ -19,14 +19,26 @@ enum class Use : std::uint8_t {
   kSummed,     // of one that makes sums
 };
 
+inline constexpr int kMaxRails = 8;  // of a link over RDMA
+
+// Where in a peer's memory this rank may write over RDMA, and the key for each rail.
+struct Placement {
+  std::uint64_t address = 0;  // 0: nowhere
+  std::uint32_t rkeys[kMaxRails] = {};
+};
+
 struct Message {
   std::uint64_t signature;  // of the operation, plus kNumberStep for each message of it that went before
   std::size_t total;
   bool may_lend = false;  // the sender can wait until the receiver has read it
   int back = -1;          // the channel on which the receiver may send the answer in this message's place, or -1
   Use use = Use::kLone;
-  bool mutual = false;  // the sender receives on this channel, too: places of messages may change hands
-  bool gives = false;   // the sender reads it no more: a sum of it may be written where it lies
+  bool mutual = false;     // the sender receives on this channel, too: places of messages may change hands
+  bool gives = false;      // the sender reads it no more: a sum of it may be written where it lies
+  bool revocable = false;  // its receiver may take the memory for it back meanwhile: no clear-to-send
+  bool answered = false;   // what it is a part of is answered as a whole: what is lent need not be given back before
+  // Of a sender: where its first byte may be written. Of a receiver: not null where that was allowed.
+  const Placement* into = nullptr;
 };
 
 inline constexpr std::uint64_t kNumberStep = 0x9e3779b97f4a7c15u;

@@ -224,7 +224,7 @@ void Engine::CheckDeparted() {
   std::for_each(p2p_.begin(), p2p_.end(), check);
   for (int peer = 0; windows_ != nullptr && peer < options_.size; ++peer) {
     if (!departed_[static_cast<std::size_t>(peer)].load()) continue;
-    windows_->Left(peer);
+    windows_->Left(links_, peer);
     if (!windows_->Needs(peer)) continue;
     if (!links_.rx(peer, kAnswers).end->FinalWithoutPeer()) continue;
     Fail(FaultKind::kPeerGone, peer,

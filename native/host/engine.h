@@ -159,6 +159,11 @@ class Engine {
     }
   }
 
+  // See Windows.
+  void RevokeWindow(std::uint32_t id) {
+    AskWindows([&](Windows& windows) { windows.Revoke(links_, id); });
+  }
+
   // For a call whose bytes others move: gives it the number that it has on every rank, and returns the signature of its
   // messages. `shape` is a number of NewShape's.
   std::uint64_t Enter(int shape, std::uint64_t descriptor, bool p2p);

@@ -127,31 +127,6 @@ std::shared_ptr<Transfer> Windows::ToSelf(std::uint32_t id, std::byte* memory, s
   return transfer;
 }
 
-std::shared_ptr<Transfer> Windows::Put(std::uint32_t id, int peer, const std::byte* src, std::span<const Piece> pieces,
-                                       int signal, const Where& where) {
-  if (peer == rank_) return ToSelf(id, const_cast<std::byte*>(src), pieces, signal, false, where);  // it is only read
-  if (auto seen = PutSeen(id, peer, src, pieces, signal, where)) return seen;
-  auto transfer = std::make_shared<Transfer>();
-  transfer->peer = peer;
-  Request(peer, {.id = id, .signal = signal}, pieces, src, where);
-  peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
-  return transfer;
-}
-
-std::shared_ptr<Transfer> Windows::Get(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces,
-                                       const Where& where) {
-  if (peer == rank_) return ToSelf(id, dst, pieces, -1, true, where);
-  if (auto seen = GetSeen(id, peer, dst, pieces, where)) return seen;
-  auto transfer = std::make_shared<Transfer>();
-  transfer->peer = peer;
-  transfer->base = dst;
-  transfer->device = where.device;
-  transfer->pieces.assign(pieces.begin(), pieces.end());
-  Request(peer, {.id = id, .ask = Ask::kGet}, pieces, nullptr, where);
-  peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
-  return transfer;
-}
-
 bool Windows::Take(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved) {
   return TakeTo(
       links, port, in, total, moved, [&](std::size_t left) { return std::span(dst + in.at, left); },
@@ -199,21 +174,26 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
       }
       if (in.head.pieces > kMostPieces) throw Fault(FaultKind::kCorrupt, peer, "a request has too many pieces");
       in.runs.assign(in.head.pieces, {in.head.offset, in.head.nbytes});
-      if (in.head.pieces > 1 || in.head.ask == Ask::kPull) {
+      if (in.head.pieces > 1 || in.head.ask == Ask::kPull || in.head.ask == Ask::kFetch) {
         in.phase = Phase::kTable;
       } else {
-        Admit(peer);
+        Admit(links, peer);
       }
       return true;
     case Phase::kLanding:
-      if (!in.landing.empty()) return false;
-      Admit(peer);
+      if (!in.landing.empty() || peers_[static_cast<std::size_t>(peer)].lent >= 0) return false;
+      Admit(links, peer);
       return true;
     case Phase::kTable:
       if (!Take(links, port, in, reinterpret_cast<std::byte*>(in.runs.data()), in.runs.size() * sizeof(Run), moved)) {
         return false;
       }
-      Admit(peer);
+      in.phase = Phase::kWhere;
+      if (in.head.ask != Ask::kFetch) Admit(links, peer);
+      return true;
+    case Phase::kWhere:
+      if (!Take(links, port, in, reinterpret_cast<std::byte*>(&in.where), sizeof in.where, moved)) return false;
+      Admit(links, peer);
       return true;
     case Phase::kRuns:
       break;
@@ -238,6 +218,8 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
   counts_.bytes += sinks ? 0 : run.nbytes;
   if (++in.run == in.runs.size()) {
     in.phase = Phase::kHead;
+    if (in.placed) port.end->Hide();
+    in.placed = in.exposed = false;
     if (device_ != nullptr) {
       PutIsThere(peer, in);
     } else {
@@ -249,10 +231,14 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
 }
 
 // All that a request says is there.
-void Windows::Admit(int peer) {
+void Windows::Admit(Links& links, int peer) {
   Inbound& in = peers_[static_cast<std::size_t>(peer)].in[kRequests];
-  const bool reads = in.head.ask == Ask::kRead, gets = in.head.ask == Ask::kGet || reads;
-  if ((gets || in.runs.empty()) && !in.landing.empty()) {  // what was put before comes first
+  const bool reads = in.head.ask == Ask::kRead, fetches = in.head.ask == Ask::kFetch;
+  const bool gets = in.head.ask == Ask::kGet || reads || fetches;
+  const bool asks = in.head.ask == Ask::kPlace && !in.runs.empty();
+  const std::int64_t lent = peers_[static_cast<std::size_t>(peer)].lent;
+  // What was put before comes first, and what was got before has been read.
+  if (((gets || asks || in.runs.empty()) && !in.landing.empty()) || (lent >= 0 && (!gets || lent != in.head.id))) {
     in.phase = Phase::kLanding;
     return;
   }
@@ -262,6 +248,7 @@ void Windows::Admit(int peer) {
   in.phase = Phase::kHead;
   const bool fine = in.refusal == Refusal::kNone;
   (gets ? counts_.gets : counts_.puts) += fine;
+  if (asks) return Allow(links, peer);
   if (!gets && !in.runs.empty()) {
     in.phase = Phase::kRuns;
     return;
@@ -275,7 +262,8 @@ void Windows::Admit(int peer) {
     if (fine && reads) in.reading = in.head.id;
   }
   if (fine) Raise(in.head.id, in.head.signal);
-  Answer(peer, in.refusal, fine && gets && !reads ? std::span<const Run>(in.runs) : std::span<const Run>{}, in.head.id);
+  Answer(peer, in.refusal, fine && gets && !reads ? std::span<const Run>(in.runs) : std::span<const Run>{}, in.head.id,
+         fetches ? in.where : Placement{});
 }
 
 // Answers to this rank.
@@ -290,6 +278,7 @@ bool Windows::Collect(Links& links, int peer) {
 bool Windows::CollectStep(Links& links, int peer, bool& moved) {
   Peer& p = peers_[static_cast<std::size_t>(peer)];
   if (p.awaiting.empty()) return false;
+  if (p.awaiting.front()->asks) return IsAllowed(links, peer, moved);
   Inbound& in = p.in[kAnswers];
   Port<RecvEnd>& port = links.rx(peer, kAnswers);
   Transfer& transfer = *p.awaiting.front();
@@ -301,6 +290,7 @@ bool Windows::CollectStep(Links& links, int peer, bool& moved) {
     in.run = 0;
     if (p.status == 0 && transfer.window < 0 && !transfer.pieces.empty()) {
       in.phase = Phase::kRuns;
+      in.placed = transfer.exposes;
       return true;
     }
   } else {
@@ -311,7 +301,10 @@ bool Windows::CollectStep(Links& links, int peer, bool& moved) {
     if (++in.run < transfer.pieces.size()) return true;
   }
   in.phase = Phase::kHead;
+  in.placed = false;
+  if (transfer.exposes) port.end->Hide();
   links.tx(peer, kRequests).end->Keep();  // what was put is its owner's again
+  links.tx(peer, kRequests).end->Answered(transfer.through);
   const bool reads = transfer.window >= 0 && transfer.device;
   if (reads && p.status == 0) {
     Read(p.awaiting.front());
@@ -332,6 +325,11 @@ bool Windows::Pass(Links& links) {
     if (Unsent()) {
       moved |= Send(links, peer, kRequests);
       moved |= Send(links, peer, kAnswers);
+    }
+    Peer& p = peers_[static_cast<std::size_t>(peer)];
+    if (p.lent >= 0 && links.tx(peer, kAnswers).end->Lent() == 0) {
+      p.lent = -1;
+      moved = true;
     }
     moved |= Serve(links, peer);
     moved |= Collect(links, peer);
@@ -366,6 +364,7 @@ void Windows::Drop() {
   for (Peer& peer : peers_) {
     for (const auto& transfer : peer.awaiting) transfer->state.store(Pending::State::kFailed);
     peer.awaiting.clear();
+    peer.lent = -1;
     for (Outbound& out : peer.out) {
       out.items.clear();
       out.held = false;
@@ -373,6 +372,7 @@ void Windows::Drop() {
     for (Inbound& in : peer.in) {
       in.landing.clear();
       in.reading = -1;
+      in.exposed = false;
     }
   }
   unsent_ = 0;

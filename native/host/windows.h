@@ -5,6 +5,10 @@
 // window are done in their order. A window is written by its owner's engine alone, under the engine's lock: one that
 // was closed is not touched again, however late a piece for it comes.
 //
+// Over RDMA a put of many bytes is asked for first, and the owner answers where NICs may write it: from where it lies,
+// when it is registered, straight to its place. The owner looks at nothing else of that peer until it is whole. A get
+// says where what it asks for may be written, and a put that comes behind waits until the window was read.
+//
 // Memory may be a device's: then pieces pass through pinned memory (staging.h), and a request is answered when the last
 // copy of it has ended.
 #pragma once
@@ -31,8 +35,9 @@ namespace hetcoll {
 
 inline constexpr int kRequests = 0;  // channels
 inline constexpr int kAnswers = 1;
-inline constexpr std::size_t kMostPieces = std::size_t{1} << 20;  // of one request
-inline constexpr int kTurn = 64;                                  // messages of one FIFO until others have their turn
+inline constexpr std::size_t kMostPieces = std::size_t{1} << 20;   // of one request
+inline constexpr std::size_t kAskedBytes = std::size_t{64} << 10;  // a put of fewer is sent unasked
+inline constexpr int kTurn = 64;                                   // messages of one FIFO until others have their turn
 
 // Why a request was not carried out.
 enum class Refusal : int {
@@ -64,6 +69,9 @@ struct Transfer : Pending {
   bool device = false;        // that is not the host's memory
   std::vector<Piece> pieces;  // of a get
   std::int64_t window = -1;   // of what a device reads of the other rank's part of it
+  bool asks = false;          // whether what it puts may be written, until that is answered
+  bool exposes = false;       // of a get: where its pieces go may be written
+  std::uint64_t through = 0;  // requests' messages up to its last one
 };
 
 // Of a put's source, or of what a get fills.
@@ -90,10 +98,14 @@ class Windows {
   void See(std::uint32_t id, int peer, std::span<const std::byte> theirs);
   // The peer's device sees this window of this rank, until that is closed and `Settled`.
   void IsSeen(std::uint32_t id, int peer);
-  // When it returns, nothing here touches the window any more; a device's, once it is `Settled`. Gets that are being
-  // answered have what was in it.
+  // The memory of `peer`'s part is registered for RDMA.
+  void Place(std::uint32_t id, int peer);
+  // When it returns, nothing here touches the window any more; a device or a NIC, once it is `Settled`. Gets that are
+  // being answered have what was in it.
   void Close(std::uint32_t id);
   bool Settled(std::uint32_t id);
+  // No NIC touches the closed window any more: it costs the rails to those that are at it.
+  void Revoke(Links& links, std::uint32_t id);
   // Keeps its signals in these words, too: of a window that is closed, or where the engine has failed, kReleased.
   void Show(std::uint32_t id, std::uint64_t* words);
   std::uint64_t Signal(std::uint32_t id, std::size_t index) const;
@@ -118,7 +130,7 @@ class Windows {
   bool Needs(int peer) const;
   void AddPoll(Links& links, std::vector<pollfd>& fds) const;
   // That rank has closed its engine: it reads nothing any more.
-  void Left(int peer) { peers_[static_cast<std::size_t>(peer)].in[kRequests].reading = -1; }
+  void Left(Links& links, int peer);
   // The engine has failed: ends all that waits.
   void Drop();
   std::string Describe() const;
@@ -127,8 +139,9 @@ class Windows {
  private:
   // kPull: a put whose owner reads it from the window of the asker's that `offset` names; a table of runs follows.
   // kRead: a get that the asker reads when it is allowed to; kDone, which nobody answers, is the next of its requests,
-  // when it has.
-  enum class Ask : std::uint32_t { kPut = 0, kGet = 1, kPull = 2, kRead = 3, kDone = 4 };
+  // when it has. kPlace: a put whose pieces come when the owner has said where they may be written (Allowed). kFetch: a
+  // get that says so itself (a Placement, behind a table of runs).
+  enum class Ask : std::uint32_t { kPut = 0, kGet = 1, kPull = 2, kRead = 3, kDone = 4, kPlace = 5, kFetch = 6 };
   struct Head {  // of a request
     std::uint32_t id = 0;
     Ask ask = Ask::kPut;
@@ -140,7 +153,12 @@ class Windows {
   struct Run {
     std::uint64_t offset;  // in the window
     std::uint64_t nbytes;
-    std::uint64_t from = 0;  // of kPull: in the asker's window
+    std::uint64_t from = 0;  // of kPull: in the asker's window; of kFetch: behind the Placement
+  };
+  struct Allowed {  // the answer to kPlace, before that to the put
+    std::uint32_t status = 0;
+    std::uint32_t pad = 0;
+    Placement into;  // the window; none: pieces come as others do
   };
   struct Window {
     std::byte* base = nullptr;
@@ -149,6 +167,7 @@ class Windows {
     bool open = true;
     std::array<std::uint64_t, 2> last{};  // marks, by way: of what touched it before it was closed
     std::set<int> seen;                   // by whose device
+    std::vector<bool> placed;             // by peer, whose part is registered
     std::vector<std::uint64_t> signals;
     std::uint64_t* shown = nullptr;  // the same for a device's streams
     struct Expected {
@@ -163,6 +182,7 @@ class Windows {
     std::size_t nbytes;
     bool lends;  // it lies still until it was read
     bool device = false;
+    std::uint64_t place = 0;  // behind the Placement
   };
   struct Item {
     std::vector<std::byte> own;   // what is nobody else's
@@ -171,14 +191,17 @@ class Windows {
     std::size_t next = 0;
     std::int64_t window = -1;  // whose memory the parts after the first are
     bool device = false;       // some parts are
-    bool holds = false;        // what comes behind it waits until what it gets was read
-    Gate after = nullptr;      // it is not looked at before this is true
+    bool holds = false;        // what comes behind it waits until what it gets was read, or what it asks is answered
+    bool exposes = false;      // its last part, before it is sent
+    Placement into = {};       // where its parts go, if that is known
+    std::shared_ptr<Transfer> transfer = nullptr;  // that it ends
+    Gate after = nullptr;                          // it is not looked at before this is true
   };
   struct Outbound {
     std::deque<Item> items;
     std::uint64_t number = 0;  // messages before this one
     std::size_t at = 0;        // in the message
-    bool held = false;         // by a get that was sent
+    bool held = false;         // by what was sent before
     // Up to where its Outlet was told to copy: an item, a part of it, a byte of that.
     std::size_t staged_item = 0;
     std::size_t staged_part = 0;
@@ -191,7 +214,7 @@ class Windows {
     std::int32_t signal;
     Refusal refusal;
   };
-  enum class Phase { kHead, kTable, kLanding, kRuns };
+  enum class Phase { kHead, kTable, kWhere, kLanding, kRuns };
   struct Inbound {
     Phase phase = Phase::kHead;
     std::uint64_t number = 0;
@@ -199,7 +222,10 @@ class Windows {
     std::size_t run = 0;
     bool ended = false;         // the peer will ask nothing more
     std::int64_t reading = -1;  // the window that it was allowed to read, until it has
+    bool exposed = false;       // it was told where it may write, and nobody took that back
+    bool placed = false;        // so pieces of this request may lie where they belong
     Head head{};
+    Placement where;  // of kFetch
     std::vector<Run> runs;
     Refusal refusal = Refusal::kNone;
     std::deque<Landing> landing;
@@ -231,12 +257,19 @@ class Windows {
   struct Peer {
     std::array<Outbound, 2> out;  // by channel
     std::array<Inbound, 2> in;
-    std::uint32_t status = 0;                        // of an answer
+    std::uint32_t status = 0;  // of an answer
+    Allowed allowed;
+    std::int64_t lent = -1;                          // a window that is read where it lies to answer a get
     std::deque<std::shared_ptr<Transfer>> awaiting;  // an answer each
   };
 
-  Message MessageOf(std::uint64_t number, std::size_t total, bool lends) const {
-    return {.signature = identity_ + number * kNumberStep, .total = total, .may_lend = lends, .use = Use::kStored};
+  Message MessageOf(std::uint64_t number, std::size_t total, bool lends, bool answered = false) const {
+    return {.signature = identity_ + number * kNumberStep,
+            .total = total,
+            .may_lend = lends,
+            .use = Use::kStored,
+            .revocable = true,
+            .answered = answered};
   }
   Window* Find(std::uint32_t id);
   Refusal Check(std::uint32_t id, std::span<const Run> runs, int signal);
@@ -244,9 +277,14 @@ class Windows {
   std::shared_ptr<Transfer> ToSelf(std::uint32_t id, std::byte* memory, std::span<const Piece> pieces, int signal,
                                    bool gets, const Where& where);
   // `src`: of a put, but for one that its owner reads, from `source` of this rank's part on.
-  void Request(int peer, const Head& head, std::span<const Piece> pieces, const std::byte* src, const Where& where,
-               std::uint64_t source = 0);
-  void Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id);
+  void Request(const std::shared_ptr<Transfer>& transfer, const Head& head, std::span<const Piece> pieces,
+               const std::byte* src, const Where& where, std::uint64_t source = 0);
+  bool Asks(std::uint32_t id, int peer, std::span<const Piece> pieces) const;
+  static bool Disjoint(std::span<const Run> runs);
+  void ExposeFor(Links& links, Item& item);
+  void Allow(Links& links, int peer);
+  bool IsAllowed(Links& links, int peer, bool& moved);
+  void Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id, const Placement& into = {});
   void Queue(int peer, int channel, Item item);
   bool Send(Links& links, int peer, int channel);
   // More of the message that is due, to memory that `room` gives for at most so many bytes of it; `took` is told how
@@ -258,7 +296,7 @@ class Windows {
   bool Land(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved);
   bool Serve(Links& links, int peer);
   bool ServeStep(Links& links, int peer, bool& moved);
-  void Admit(int peer);
+  void Admit(Links& links, int peer);
   bool Collect(Links& links, int peer);
   bool CollectStep(Links& links, int peer, bool& moved);
   // Of what a device copies.
@@ -273,6 +311,11 @@ class Windows {
                                     int signal, const Where& where);
   std::shared_ptr<Transfer> GetSeen(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces,
                                     const Where& where);
+  // Whether NICs write or read that window for the peer.
+  static bool IsUsed(const Peer& peer, std::uint32_t id) {
+    return (peer.in[kRequests].exposed && peer.in[kRequests].head.id == id) ||
+           peer.lent == static_cast<std::int64_t>(id);
+  }
   std::span<const std::byte> Theirs(int peer, std::uint64_t id) const;
   bool Readable(int peer, const Inbound& in) const;
   void Read(const std::shared_ptr<Transfer>& transfer);
@@ -301,7 +344,9 @@ class Windows {
 template <class Room, class Took>
 bool Windows::TakeTo(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved, Room&& room,
                      Took&& took) {
-  const Message m = MessageOf(in.number, total, false);
+  Message m = MessageOf(in.number, total, false);
+  static constexpr Placement kAllowed;
+  if (in.phase == Phase::kRuns && in.placed) m.into = &kAllowed;
   for (;;) {
     const std::span<std::byte> to = room(total - in.at);
     if (to.empty() && total > 0) return false;

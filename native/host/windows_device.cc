@@ -140,9 +140,8 @@ std::shared_ptr<Transfer> Windows::PutSeen(std::uint32_t id, int peer, const std
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
   transfer->window = own;
-  Request(peer, {.id = id, .ask = Ask::kPull, .signal = signal, .offset = own}, pieces, nullptr, where,
+  Request(transfer, {.id = id, .ask = Ask::kPull, .signal = signal, .offset = own}, pieces, nullptr, where,
           static_cast<std::uint64_t>(src - window.base));
-  peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
   return transfer;
 }
 
@@ -160,8 +159,7 @@ std::shared_ptr<Transfer> Windows::GetSeen(std::uint32_t id, int peer, std::byte
   transfer->device = true;
   transfer->window = id;
   transfer->pieces.assign(pieces.begin(), pieces.end());
-  Request(peer, {.id = id, .ask = Ask::kRead}, pieces, nullptr, where);
-  peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
+  Request(transfer, {.id = id, .ask = Ask::kRead}, pieces, nullptr, where);
   return transfer;
 }
 
@@ -306,6 +304,7 @@ void Windows::CloseDevice(std::uint32_t id, Window& window) {
 
 bool Windows::Settled(std::uint32_t id) {
   const auto found = windows_.find(id);
+  if (std::any_of(peers_.begin(), peers_.end(), [&](const Peer& peer) { return IsUsed(peer, id); })) return false;
   if (found == windows_.end() || !found->second.device) return true;
   // Whoever was told to read it, or is allowed to; and what this rank reads of the others' parts.
   const auto of_it = [&](const auto& transfer) { return transfer->window == id; };

@@ -6,35 +6,73 @@
 #include "host/windows.h"
 
 namespace hetcoll {
-void Windows::Request(int peer, const Head& form, std::span<const Piece> pieces, const std::byte* src,
-                      const Where& where, std::uint64_t source) {
+
+std::shared_ptr<Transfer> Windows::Put(std::uint32_t id, int peer, const std::byte* src, std::span<const Piece> pieces,
+                                       int signal, const Where& where) {
+  if (peer == rank_) return ToSelf(id, const_cast<std::byte*>(src), pieces, signal, false, where);  // it is only read
+  if (auto seen = PutSeen(id, peer, src, pieces, signal, where)) return seen;
+  auto transfer = std::make_shared<Transfer>();
+  transfer->peer = peer;
+  transfer->asks = !where.device && Asks(id, peer, pieces);
+  Request(transfer, {.id = id, .ask = transfer->asks ? Ask::kPlace : Ask::kPut, .signal = signal}, pieces, src, where);
+  return transfer;
+}
+
+std::shared_ptr<Transfer> Windows::Get(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces,
+                                       const Where& where) {
+  if (peer == rank_) return ToSelf(id, dst, pieces, -1, true, where);
+  if (auto seen = GetSeen(id, peer, dst, pieces, where)) return seen;
+  auto transfer = std::make_shared<Transfer>();
+  transfer->peer = peer;
+  transfer->base = dst;
+  transfer->device = where.device;
+  transfer->pieces.assign(pieces.begin(), pieces.end());
+  transfer->exposes = !where.device && Asks(id, peer, pieces);
+  Request(transfer, {.id = id, .ask = transfer->exposes ? Ask::kFetch : Ask::kGet}, pieces, nullptr, where);
+  return transfer;
+}
+
+void Windows::Request(const std::shared_ptr<Transfer>& transfer, const Head& form, std::span<const Piece> pieces,
+                      const std::byte* src, const Where& where, std::uint64_t source) {
+  const int peer = transfer->peer;
+  peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
   Head head = form;
   head.pieces = static_cast<std::uint32_t>(pieces.size());
-  const bool pull = head.ask == Ask::kPull, table = pieces.size() > 1 || pull;
+  const bool pull = head.ask == Ask::kPull, fetch = head.ask == Ask::kFetch;
+  const bool table = pieces.size() > 1 || pull || fetch;
   if (!table && pieces.size() == 1) {
     head.offset = pieces[0].there;
     head.nbytes = pieces[0].nbytes;
   }
   Item item;
-  item.own.resize(sizeof head + (table ? pieces.size() * sizeof(Run) : 0));
+  const std::size_t runs = table ? pieces.size() * sizeof(Run) : 0;
+  item.own.resize(sizeof head + runs + (fetch ? sizeof(Placement) : 0));
   std::memcpy(item.own.data(), &head, sizeof head);
-  item.parts.reserve(2 + (src == nullptr ? 0 : pieces.size()));
+  item.parts.reserve(3 + (src == nullptr ? 0 : pieces.size()));
   item.parts.push_back({item.own.data(), sizeof head, false});
   if (table) {
     std::byte* to = item.own.data() + sizeof head;
-    item.parts.push_back({to, pieces.size() * sizeof(Run), false});
+    item.parts.push_back({to, runs, false});
     for (const Piece& p : pieces) {
-      const Run run{p.there, p.nbytes, pull ? source + p.here : 0};
+      const Run run{p.there, p.nbytes, pull || fetch ? source + p.here : 0};
       std::memcpy(to, &run, sizeof run);
       to += sizeof run;
     }
   }
+  if (fetch) item.parts.push_back({item.own.data() + sizeof head + runs, sizeof(Placement), false});
+  item.exposes = fetch;
+  item.holds = head.ask == Ask::kRead || transfer->asks;
+  if (transfer->asks) {
+    Queue(peer, kRequests, std::move(item));
+    item = {};
+    item.parts.reserve(pieces.size());
+  }
   if (src != nullptr) {
     for (const Piece& p : pieces)
-      item.parts.push_back({src + p.here, p.nbytes, !where.device, where.device && p.nbytes > 0});
+      item.parts.push_back({src + p.here, p.nbytes, !where.device, where.device && p.nbytes > 0, p.there});
     item.device = where.device;
   }
-  item.holds = head.ask == Ask::kRead;
+  item.transfer = transfer;
   if (where.after) {
     item.after = where.after;
     ++device_->gated;
@@ -47,8 +85,8 @@ void Windows::Queue(int peer, int channel, Item item) {
   ++unsent_;
 }
 
-// What is got is never lent: its window may be closed while it is under way.
-void Windows::Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id) {
+// What is got is lent to NICs alone: its window may be closed while it is under way.
+void Windows::Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id, const Placement& into) {
   Item item;
   item.own.resize(sizeof(std::uint32_t));
   const auto status = static_cast<std::uint32_t>(refusal);
@@ -59,8 +97,10 @@ void Windows::Answer(int peer, Refusal refusal, std::span<const Run> runs, std::
     item.window = static_cast<std::int64_t>(id);
     const Window& window = *Find(id);
     item.device = window.device;
+    item.into = into;
+    const bool lends = into.address != 0 && !window.device;
     for (const Run& run : runs) {
-      item.parts.push_back({window.base + run.offset, run.nbytes, false, window.device && run.nbytes > 0});
+      item.parts.push_back({window.base + run.offset, run.nbytes, lends, window.device && run.nbytes > 0, run.from});
     }
   }
   Queue(peer, kAnswers, std::move(item));
@@ -75,8 +115,14 @@ bool Windows::Send(Links& links, int peer, int channel) {
   for (int turn = 0; turn < kTurn && !out.items.empty() && !out.held;) {
     Item& item = out.items.front();
     if (item.after) break;
+    if (item.exposes) ExposeFor(links, item);
     const Part& part = item.parts[item.next];
-    const Message m = MessageOf(out.number, part.nbytes, part.lends);
+    Message m = MessageOf(out.number, part.nbytes, part.lends, channel == kRequests);
+    Placement into = item.into;
+    if (into.address != 0 && (part.lends || part.device)) {
+      into.address += part.place;
+      m.into = &into;
+    }
     std::span<const std::byte> data(part.data + out.at, part.nbytes - out.at);
     if (part.device && (data = OutletOf(peer, channel).Front()).empty()) break;
     const std::ptrdiff_t n = port.end->Push(m, out.at, data.data(), data.size());
@@ -84,6 +130,7 @@ bool Windows::Send(Links& links, int peer, int channel) {
     if (part.device) OutletOf(peer, channel).Pop(static_cast<std::size_t>(n));
     moved = true;
     if (!part.lends) port.end->Keep();
+    if (part.lends && channel == kAnswers) peers_[static_cast<std::size_t>(peer)].lent = item.window;
     out.at += static_cast<std::size_t>(n);
     port.taken += static_cast<std::uint64_t>(n);
     links.Touch(port);
@@ -94,6 +141,7 @@ bool Windows::Send(Links& links, int peer, int channel) {
     ++port.through;
     if (++item.next < item.parts.size()) continue;
     out.held = item.holds;
+    if (item.transfer != nullptr) item.transfer->through = out.number;
     out.items.pop_front();
     --unsent_;
     if (out.staged_item > 0) --out.staged_item;
@@ -122,6 +170,7 @@ void Windows::KeepRest(int peer, std::size_t index) {
     } else {
       std::memcpy(to, part.data, part.nbytes);
       part.data = to;
+      part.lends = false;
     }
     to += part.nbytes;
     at = 0;

@@ -63,6 +63,14 @@ inline void BindWindows(nb::class_<PyEngine>& engine) {
           },
           Free())
       .def(
+          "place_window",
+          [](PyEngine& e, std::uint32_t id, int peer) {
+            e.engine().AskWindows([&](Windows& windows) { windows.Place(id, peer); });
+          },
+          "window"_a, "peer"_a, Free())
+      .def(
+          "revoke_window", [](PyEngine& e, std::uint32_t id) { e.engine().RevokeWindow(id); }, Free())
+      .def(
           "close_window",
           [](PyEngine& e, std::uint32_t id) { e.engine().AskWindows([&](Windows& windows) { windows.Close(id); }); },
           Free())

@@ -12,6 +12,7 @@ std::span<const Scenario> RecoveryScenarios();   // verbs_recovery_test.cc
 std::span<const Scenario> CauseScenarios();      // verbs_causes_test.cc
 std::span<const Scenario> IntegrityScenarios();  // verbs_integrity_test.cc
 std::span<const Scenario> MendingScenarios();    // verbs_mending_test.cc
+std::span<const Scenario> WindowScenarios();     // verbs_windows_test.cc
 
 inline std::uint64_t Counter(Engine& e, std::string_view name) {
   using List = std::vector<std::pair<std::string, std::uint64_t>>;

@@ -508,7 +508,8 @@ constexpr Scenario kScenarios[] = {
 
 int Main(std::string_view prefix) {
   std::vector<Scenario> all(std::begin(kScenarios), std::end(kScenarios));
-  for (const auto& more : {RecoveryScenarios(), CauseScenarios(), IntegrityScenarios(), MendingScenarios()})
+  for (const auto& more :
+       {RecoveryScenarios(), CauseScenarios(), IntegrityScenarios(), MendingScenarios(), WindowScenarios()})
     all.insert(all.end(), more.begin(), more.end());
   return Play(all, prefix);
 }

@@ -164,6 +164,12 @@ class FaultySend final : public SendEnd {
   }
   std::size_t Lent() override { return link_->ends.send != nullptr ? link_->ends.send->Lent() : 0; }
   bool Keep() override { return link_->ends.send != nullptr && link_->ends.send->Keep(); }
+  void Answered(std::uint64_t messages) override {
+    if (link_->ends.send != nullptr) link_->ends.send->Answered(messages);
+  }
+  void Recall() override {
+    if (link_->ends.send != nullptr) link_->ends.send->Recall();
+  }
   void Finish() override {
     if (link_->ends.send != nullptr) link_->ends.send->Finish();
   }
@@ -206,6 +212,12 @@ class FaultyRecv final : public RecvEnd {
 
   void Announce(const Message& m, std::byte* dst) override {
     if (link_->ends.recv != nullptr) link_->ends.recv->Announce(m, dst);
+  }
+  Placement Expose(std::byte* base, std::size_t n) override {
+    return link_->ends.recv != nullptr ? link_->ends.recv->Expose(base, n) : Placement{};
+  }
+  void Hide(bool at_once) override {
+    if (link_->ends.recv != nullptr) link_->ends.recv->Hide(at_once);
   }
 
   View Peek(const Message& m, std::size_t at, std::size_t n) override {

@@ -91,6 +91,11 @@ class SendEnd {
   // For when somebody waits for the memory, who is not to wait for the peer.
   virtual bool Keep() { return false; }
 
+  // The peer has taken the first so many messages to their end: nothing of them is lent any more.
+  virtual void Answered(std::uint64_t messages) { static_cast<void>(messages); }
+  // From here on nothing that was lent is read where it lies, though the peer may not have answered.
+  virtual void Recall() {}
+
   // A place for exactly n further bytes, which will also be at `data`, that the caller fills before Commit; or null (no
   // room now, or no need or no such place in this transport). It lets a reduction write its result straight into a
   // slot. `from` is null, or n bytes that a RecvEnd of this rank shows and the result is computed from: the place may
@@ -151,6 +156,16 @@ class RecvEnd {
     static_cast<void>(m);
     static_cast<void>(dst);
   }
+
+  // Where the link can, it lets the peer write messages straight to this memory, once that is told of the result, until
+  // `Hide`: see Message::into.
+  virtual Placement Expose(std::byte* base, std::size_t n) {
+    static_cast<void>(base);
+    static_cast<void>(n);
+    return {};
+  }
+  // The peer has written all that it was to write there, or (`at_once`) shall write there no more.
+  virtual void Hide(bool at_once = false) { static_cast<void>(at_once); }
 
   // Up to n bytes where they lie; valid until Consume, which may take fewer. An empty message gives n == 0 and is
   // finished by Consume(0).

@@ -357,8 +357,14 @@ class Engine(_Verbs):
         """The peer's GPU sees this window of this rank."""
 
     def add_window(self, window: int, address: int, nbytes: int, signals: int, device: bool = False) -> None: ...
+    def place_window(self, window: int, peer: int) -> None:
+        """That rank's part of it is registered for RDMA."""
+
+    def revoke_window(self, window: int) -> None:
+        """No NIC writes the closed window any more, if rails must end for it."""
+
     def close_window(self, window: int) -> None:
-        """When it returns, nothing touches the window's memory any more; a GPU's, once it is settled."""
+        """When it returns, nothing touches the window's memory any more but GPUs and NICs, until it is settled."""
 
     def window_settled(self, window: int) -> bool: ...
     def show_signals(self, window: int, words: int) -> None:

@@ -468,9 +468,9 @@ class Communicator:
         """Let every rank put into `buf` and get from it, without a call of this rank: one-sided messages. Collective.
 
         `buf` is memory of any length, on the host or on this rank's GPU, or None: this rank offers nothing. All have
-        one dtype. The memory stays this rank's, which may read and write it at any time; `signals` counters tell it
-        what has arrived. The first window makes a communicator of the same ranks that carries the messages of all
-        windows, with a thread of the engine's.
+        one dtype. The memory stays this rank's, which may read and write it at any time; over RDMA it is registered
+        until the window's `close`. `signals` counters tell it what has arrived. The first window makes a communicator
+        of the same ranks that carries the messages of all windows, with a thread of the engine's.
         """
         from .runtime import one_sided  # few jobs need it, and imports count
 

@@ -31,7 +31,7 @@ def test_the_pyverbs_of_the_package_index() -> None:
 
 
 def test_devices_memory_and_collectives() -> None:
-    run_suites("suite_devices.py", "suite_memory.py", "suite_collectives.py")
+    run_suites("suite_devices.py", "suite_memory.py", "suite_windows.py", "suite_collectives.py")
 
 
 def test_two_guests_as_two_hosts() -> None:

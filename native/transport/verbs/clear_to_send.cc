@@ -70,9 +70,41 @@ bool VerbsLink::PostClearToSend(ClearToSend& clear_to_send) {
   return false;
 }
 
+Placement VerbsLink::Expose(std::byte* base, std::size_t n) {
+  if (!open() || Alive() == 0 || options_.device() || shared_.tcp->integrity == Integrity::kAll) return {};
+  Region* region = shared_.regions.Find(base, n, outbox_.nics());
+  if (region == nullptr || !region->on_host) return {};
+  Placement where{reinterpret_cast<std::uintptr_t>(base), {}};
+  for (const auto& rail : rails_) {
+    where.rkeys[rail->number()] = region->rkey[static_cast<std::size_t>(rail->nic().index())];
+  }
+  ++region->uses;
+  exposed_.push_back(region);
+  return where;
+}
+
+// At once: a key cannot be taken back from one peer alone, but queue pairs can be ended. What the peer still sends
+// comes over TCP.
+void VerbsLink::Hide(bool at_once) {
+  revoked_ = at_once && !exposed_.empty();
+  if (revoked_) KillRails(~0u, "the memory that the peer writes is taken back");
+  for (std::size_t n = at_once ? exposed_.size() : std::min<std::size_t>(1, exposed_.size()); n > 0; --n) {
+    --exposed_.front()->uses;
+    exposed_.pop_front();
+  }
+}
+
+void VerbsLink::Recall() {
+  if (outbox_.Lent() == 0) return;
+  KillRails(~0u, "the memory that is sent from is taken back");
+  PollRails();
+  outbox_.Keep();
+}
+
 std::ptrdiff_t VerbsLink::Place(std::byte* dst, const View& bytes, bool stream) {
   if (bytes.data == dst) return bytes.n;  // a NIC wrote it there
   auto n = static_cast<std::size_t>(bytes.n);
+  copied_bytes_ += n;
   if (bounce_ != nullptr) return bounce_->In(dst, bytes.data, n) ? static_cast<std::ptrdiff_t>(n) : kWouldBlock;
   CopyBytes(dst, bytes.data, n, stream ? Sweep::kAround : Sweep::kPlain);
   return bytes.n;

@@ -22,7 +22,7 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 40);
 inline constexpr std::uint32_t kFrameLent = 1;    // the sender waits until it is consumed
-inline constexpr std::uint32_t kFrameDirect = 2;  // its payload was written where the receiver had invited it to
+inline constexpr std::uint32_t kFrameDirect = 2;  // its payload was written where the receiver had allowed that
 // Not part of the stream: their number is kNoSeq.
 inline constexpr std::uint32_t kFrameProbe = 4;     // of the handshake
 inline constexpr std::uint32_t kFrameInvite = 8;    // its payload is an ClearToSend

@@ -66,13 +66,13 @@ View Inbox::Peek(const Message& m, std::size_t at, std::size_t n) {
       throw WrongFrame(m, a.frame.signature, a.frame.total, peer_);
     }
     if (a.frame.nbytes > m.total - at) throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame is too long");
-    if ((a.frame.flags & kFrameDirect) != 0) {
-      if (direct_ == nullptr || direct_signature_ != m.signature)
-        throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame came uninvited");
-      a.payload = direct_ + at;
-    }
     open_ = true;
     taken_ = 0;
+  }
+  if ((a.frame.flags & kFrameDirect) != 0) {
+    if (direct_ == nullptr || direct_signature_ != m.signature)
+      throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame came uninvited");
+    a.payload = direct_ + at - taken_;
   }
   return {a.payload + taken_, static_cast<std::ptrdiff_t>(std::min(n, a.frame.nbytes - taken_))};
 }

@@ -166,6 +166,7 @@ void VerbsLink::Fence() {
   if (!fault_) fault_ = Fault(FaultKind::kAborted, options_.rank, "verbs: the engine has failed");
   outbox_.DeliveredBefore(outbox_.next());
   while (!invited_.empty()) Uninvite();
+  while (!exposed_.empty()) Hide(false);
 }
 
 // ---- When rails die ----

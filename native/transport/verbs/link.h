@@ -86,7 +86,8 @@ class VerbsLink final : private RailListener {
   RecvEnd* tcp_recv() const { return tcp_.recv.get(); }
   // The receiver is about to take bytes [at, at + n) of a message to dst.
   void Expect(const Message& m, std::size_t at, std::byte* dst, std::size_t n) {
-    if (invited_.empty() && m.total >= kInviteBytes && m.signature != expected_) Invite(m, at, dst, n);
+    if (m.revocable || m.into != nullptr || m.total < kInviteBytes) return;
+    if (invited_.empty() && m.signature != expected_) Invite(m, at, dst, n);
   }
   // The receiver will take all of this message to dst, after those announced before.
   void Announce(const Message& m, std::byte* dst) {
@@ -95,6 +96,10 @@ class VerbsLink final : private RailListener {
   void Taken(const Message& m, std::size_t end) {
     if (end == m.total && !invited_.empty() && invited_.front().what.signature == m.signature) Uninvite();
   }
+  // As RecvEnd's and SendEnd's.
+  Placement Expose(std::byte* base, std::size_t n);
+  void Hide(bool at_once);
+  void Recall();
   // Whether the frame that is due, which is here, is also where the GPU sees it, if it is to be there.
   bool Landed();
   // Sees to it that these bytes of that frame, which are here, are at dst: how many are; kWouldBlock, ask again.
@@ -128,6 +133,7 @@ class VerbsLink final : private RailListener {
   const std::vector<Recovery>& recoveries() const { return recoveries_; }  // of each rail
   int lost_rails() const { return lost_rails_; }                           // ever
   bool lacks_rails() const { return lost_ != 0; }                          // now
+  std::uint64_t copied_bytes() const { return copied_bytes_; }             // of what came, to where it was to be
 
  private:
   struct Hello {
@@ -215,6 +221,9 @@ class VerbsLink final : private RailListener {
   std::deque<Invited> invited_;
   std::size_t unposted_ = 0;  // of these, the last ones, that were not sent
   std::uint64_t clear_to_sends_ = 0;
+  std::deque<Region*> exposed_;
+  bool revoked_ = false;  // the peer may think that it may write there: no rail is to come back
+  std::uint64_t copied_bytes_ = 0;
   bool landing_ = false;  // a NIC reads what it wrote
   Hello peer_hello_{};
   std::uint32_t verified_ = 0;          // rails that brought the peer's probe

@@ -70,7 +70,8 @@ std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* d
   if (rail == nullptr) return NoRails() ? PushOverTcp(m, at, data, n) : kWouldBlock;
   // All of a message or nothing: what was lent must be what was taken last.
   Region* region = nullptr;
-  if (device_ || (m.may_lend && m.total >= kVerbsLendBytes)) region = regions_.Find(data - at, m.total, nics_);
+  if (device_ || (m.may_lend && (m.total >= kVerbsLendBytes || m.into != nullptr)))
+    region = regions_.Find(data - at, m.total, nics_);
   if (device_ && region == nullptr) throw Fault(FaultKind::kSystem, -1, "verbs: a GPU's memory is not registered");
   const std::byte* payload = data;
   if (region == nullptr) {
@@ -124,15 +125,18 @@ Rail* Outbox::Pick(std::size_t n, Frame*& frame) {
 
 void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
                   std::size_t n) {
-  *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), region != nullptr ? kFrameLent : 0};
+  const bool waits = region != nullptr && !m.answered;
+  *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), waits ? kFrameLent : 0};
   const bool checked = checks_ && !device_ && Check(*frame, payload, region);
   Target target{};
-  const auto write_to = [&](const ClearToSend& clear_to_send) {
-    target = {clear_to_send.address + at, clear_to_send.rkeys[rail.number()]};
+  const auto write_to = [&](const auto& allowed) {
+    target = {allowed.address + at, allowed.rkeys[rail.number()]};
     frame->flags |= kFrameDirect;
   };
   if (device_) {
     write_to(*Wanted(m));
+  } else if (m.into != nullptr) {
+    if (n > 0 && !checked) write_to(*m.into);
   } else if (m.total >= kInviteBytes && counters_.clear_to_sends > 0 && !checked) {
     for (std::size_t i = 1; i <= kClearToSends; ++i) {  // it is the latest one, most often
       const ClearToSend& clear_to_send = clear_to_sends_[(counters_.clear_to_sends - i) % kClearToSends];
@@ -216,6 +220,22 @@ std::size_t Outbox::Lent() {
   return lent_seq_ == next_ ? 0 : pushed_ - At(lent_seq_).before;
 }
 
+void Outbox::Answered(std::uint64_t messages) {
+  while (oldest_ < next_ && At(oldest_).message < messages) Delivered(oldest_);
+}
+
+void Outbox::Keep() {
+  for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
+    Sent& sent = At(seq);
+    if (sent.delivered || sent.region == nullptr) continue;
+    sent.kept = std::make_unique_for_overwrite<std::byte[]>(sent.frame->nbytes);
+    std::memcpy(sent.kept.get(), sent.payload, sent.frame->nbytes);
+    sent.payload = sent.kept.get();
+    --sent.region->uses;
+    sent.region = nullptr;
+  }
+}
+
 void Outbox::Lost(const Rail& rail) {
   for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
     Sent& sent = At(seq);
@@ -261,7 +281,7 @@ void Outbox::Resend() {
     --lost_;
     ++counters_.resent;
     const auto nic = static_cast<std::size_t>(best->nic().index());
-    const ClearToSend& clear_to_send = clear_to_sends_[sent.invited % kClearToSends];
+    const ClearToSend& clear_to_send = clear_to_sends_[sent.message % kClearToSends];
     const Target target{clear_to_send.address + sent.at, clear_to_send.rkeys[best->number()]};
     if (sent.region != nullptr) {
       best->Post(frame, sent.region->Seen(sent.payload), sent.region->lkey[nic], device_ ? &target : nullptr);

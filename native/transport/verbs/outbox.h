@@ -52,6 +52,9 @@ class Outbox {
   std::byte* Reserve(const std::byte* data, std::size_t n);
   void Commit(const Message& m, std::size_t at, std::size_t n);
   std::size_t Lent();
+  void Answered(std::uint64_t messages);
+  // Copies what is lent, and will go again: no rail is alive.
+  void Keep();
 
   void Delivered(std::uint64_t seq);
   void Invited(const ClearToSend& clear_to_send);
@@ -92,11 +95,12 @@ class Outbox {
     Region* region;         // where the payload is the user's
     std::uint64_t before;   // bytes that were pushed before it
     std::size_t at;         // in its message
-    std::uint64_t invited;  // the message's number among those of a GPU
+    std::uint64_t message;  // its number
     std::uint8_t rail;      // or kOverTcp
     bool delivered;
     bool lost;
     bool again;  // sent more than once
+    std::unique_ptr<std::byte[]> kept = nullptr;
   };
 
   static constexpr std::uint8_t kOverTcp = kMaxRails;

@@ -20,7 +20,6 @@
 namespace hetcoll {
 
 inline constexpr std::uint32_t kRailDepth = 64;
-inline constexpr int kMaxRails = 8;  // of a link
 // Frames are counted from here on: every link passes the place where the 30 bits of a grant start over.
 inline constexpr std::uint64_t kFirstFrame = (std::uint64_t{1} << 30) - 100;
 inline constexpr std::size_t kLeastRing = std::size_t{8} << 10;

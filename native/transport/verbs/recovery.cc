@@ -31,7 +31,7 @@ std::string Why(const Recovery& r) {
 }  // namespace
 
 void VerbsLink::Recover(std::int64_t now) {
-  if (control_socket_.ended() || leaving_) return;
+  if (control_socket_.ended() || leaving_ || revoked_) return;
   for (std::size_t n = 0; n < rails_.size(); ++n) {
     Recovery& r = recoveries_[n];
     if (r.making.valid()) {

@@ -49,6 +49,9 @@ class VerbsSend final : public SendEnd {
     return tcp != nullptr && tcp->Keep();
   }
 
+  void Answered(std::uint64_t messages) override { link_->outbox().Answered(messages); }
+  void Recall() override { link_->Recall(); }
+
   bool FinalWithoutPeer() const override {
     const SendEnd* tcp = link_->tcp_send();
     return tcp == nullptr || tcp->FinalWithoutPeer();
@@ -79,6 +82,7 @@ class VerbsRecv final : public RecvEnd {
     } else {
       link_->Expect(m, at, dst, n);
       if (!Ready() || !link_->Landed()) return kWouldBlock;
+      if (m.into != nullptr) link_->inbox().Direct(m.signature, dst - at);
       const View v = link_->inbox().Peek(m, at, n);
       taken = link_->Place(dst, v, stream);
       if (taken == kWouldBlock) return kWouldBlock;
@@ -90,6 +94,8 @@ class VerbsRecv final : public RecvEnd {
   }
 
   void Announce(const Message& m, std::byte* dst) override { link_->Announce(m, dst); }
+  Placement Expose(std::byte* base, std::size_t n) override { return link_->Expose(base, n); }
+  void Hide(bool at_once) override { link_->Hide(at_once); }
 
   View Peek(const Message& m, std::size_t at, std::size_t n) override {
     if (RecvEnd* tcp = link_->tcp_recv()) return tcp->Peek(m, at, n);
@@ -250,6 +256,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
   Rail::Counters rails;
   Outbox::Counters out;
   std::uint64_t twice = 0;
+  std::uint64_t copied = 0;
   std::uint64_t lost = 0;
   std::uint64_t tries = 0;
   std::uint64_t recovered = 0;
@@ -270,6 +277,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
     out.full += c.full;
     out.clear_to_sends += c.clear_to_sends;
     twice += link->inbox().twice();
+    copied += link->copied_bytes();
     lost += static_cast<std::uint64_t>(link->lost_rails());
     tcp += link->over_tcp();
   }
@@ -283,6 +291,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
           {"zero_copy_bytes", out.lent_bytes},
           {"direct_bytes", rails.direct_bytes},
           {"staged_bytes", out.copied_bytes},
+          {"copied_bytes", copied},
           {"tcp_bytes", out.tcp_bytes},
           {"clear_to_sends", out.clear_to_sends},
           {"waits", out.full},

@@ -297,7 +297,7 @@ class Core:
         found |= self.compression.counters()
         found |= {} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()}
         for rider in list(self._riders.values()):
-            found |= rider.counters()
+            found |= {name: found.get(name, 0) + n for name, n in rider.counters().items()}
         if (store := hosted_here(self.session.control.unique_id.job_id)) is not None:
             found["stale_refused"] = store.refused
         return found | self.gpus.counters()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .executor import Copies, Shared
 
 _PAUSE = 50e-6  # seconds between looks at a GPU
+_PATIENCE = 1.0  # seconds for peers that write a window over RDMA
 
 
 class DeviceMemory:
@@ -111,10 +112,15 @@ class DeviceMemory:
             self.forget(*each)
 
     def settle(self, window: int) -> None:
-        """Wait for the last copies of a closed window."""
+        """Wait for the last copies of a closed window, and until no peer's NIC writes it: one that is late loses its
+        rails."""
         core = self._core
-        deadline = time.monotonic() + core.config.timeout
+        began = time.monotonic()
+        deadline, patience = began + core.config.timeout, began + _PATIENCE
         while not core.engine.window_settled(window):
+            if time.monotonic() > patience:
+                core.engine.revoke_window(window)
+                patience = deadline
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
                     f"close: the GPU of rank {core.rank} has not ended copies of the window after "

@@ -28,9 +28,12 @@ from .device_memory import DeviceMemory
 from .executor import Shared
 from .offsets import MOST_PIECES, Offsets, pieces
 from .regroup import Make, name_of, while_whole
+from .window_memory import WindowMemory
 
 if TYPE_CHECKING:
     import hetcoll._native as _native
+
+    from ..links.verbs.memory import Memory
 
 _DONE, _FAILED = 1, 2  # states of tickets
 _CLOSED = 1  # native/host/windows.h, Refusal
@@ -245,9 +248,9 @@ class Window:
 
 class OneSided:
     """What carries the messages of all windows of one communicator: another one, `core`, of the same ranks, whose
-    engine has a thread that serves other ranks. Also whom a `Transfer` asks."""
+    engine has a thread that serves other ranks. Also whom a `Transfer` asks. `memory`: what is registered for RDMA."""
 
-    def __init__(self, core: Core, close: Callable[[], None]) -> None:
+    def __init__(self, core: Core, close: Callable[[], None], memory: Memory | None) -> None:
         self.core, self._close = core, close
         self._windows: dict[int, Buffer | None] = {}  # keeps their memory
         self._opened = 0
@@ -259,7 +262,7 @@ class OneSided:
         seconds = core.config.timeout
         core.host.prepare(lambda check: core.wiring.ensure(edges, seconds, check), seconds)
         core.engine.serve_windows()
-        self.devices = DeviceMemory(core)
+        self.devices, self.registered = DeviceMemory(core), WindowMemory(core, memory)
 
     def add_window(self, buffer: Buffer | None, signals: int) -> int:
         """Its number, which is the same on all ranks."""
@@ -274,6 +277,7 @@ class OneSided:
         if not self.core.engine.forked:
             self.core.engine.close_window(number)
             self.devices.settle(number)
+            self.registered.give_back(number)
             self.devices.forget_all(number)
             self._windows.pop(number, None)
 
@@ -320,8 +324,9 @@ class OneSided:
         return CommunicationError(f"{what}: refused, since its rank has no such piece or signal")
 
     def counters(self) -> dict[str, int]:
-        """Of all windows of this rank: what others did to them."""
-        return {f"window_{name}": n for name, n in zip(_COUNTERS, self.core.engine.window_counts(), strict=True)}
+        """Of all windows of this rank: what others did to them, and what their links did."""
+        counts = zip(_COUNTERS, self.core.engine.window_counts(), strict=True)
+        return self.core.engine.counters() | {f"window_{name}": n for name, n in counts}
 
     def memory(self) -> dict[str, int]:
         """Of what carries the messages."""
@@ -339,6 +344,7 @@ class OneSided:
     def close(self) -> None:
         """See `core.Rider`."""
         self.devices.close()
+        self.registered.close()
         self._windows.clear()
         self._pending.clear()
 
@@ -371,7 +377,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         name = name_of(parent.group, "windows")
         with while_whole(parent, name):
             carrier = make(name, list(range(parent.size)), parent.config.init_timeout)
-            side = OneSided(carrier._core, carrier.close)
+            side = OneSided(carrier._core, carrier.close, parent.wiring.memory)
             end = partial(side.core.diagnosis.fail_as, weakref.ref(parent.diagnosis))
             parent.diagnosis.on_failure.append(end)
             if parent.engine.failed:
@@ -388,9 +394,13 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
             problem, buffer = f"{type(error).__name__}: {error}"[:_MOST_TEXT], None
     number = side.add_window(buffer, own)
     shared = side.devices.share(buffer)
-    mine = [-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count, own, problem, shared]
+    ready = side.registered.register(number, buffer)
+    mine = [
+        *(-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count),
+        *(own, problem, shared, ready),
+    ]
     told = [json.loads(blob) for blob in parent.meet("window()", json.dumps(mine).encode(), seconds)]
-    for rank, (_, _, _, text, _) in enumerate(told):
+    for rank, (_, _, _, text, *_) in enumerate(told):
         if text:
             side.close_window(number)
             kind = DeviceError if text.startswith(DeviceError.__name__) else BufferTypeError
@@ -401,9 +411,10 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         what = ", ".join(f"rank {rank} {kind.label}" for rank, kind in kinds.items())
         raise BufferTypeError(f"buf: wanted one dtype on all ranks, got {what}")
     dtype = next(iter(kinds.values()), DType.UINT8)
-    exposed = [_Exposed(count, there) for _, count, there, _, _ in told]
+    exposed = [_Exposed(count, there) for _, count, there, *_ in told]
+    side.registered.place(number, [rank for rank, (*_, there) in enumerate(told) if there])
     mapped: dict[int, int] = {}
-    found = [None if each is None else Shared(*each) for *_, each in told]
+    found = [None if each is None else Shared(*each) for *_, each, _ in told]
     if sum(each is not None for each in found) > 1:
         # Before the others hear of it: they may put at once.
         seen = side.devices.open(number, found, [each.elements * dtype.itemsize for each in exposed])

@@ -47,9 +47,10 @@ class _Entry:
     """A registered interval. `owner` is kept alive, since stale pages must never be found at a used address; an mmap
     is a block of ours."""
 
-    def __init__(self, start: int, nbytes: int, regions: list[Any], handle: int, owner: Any) -> None:
-        self.start, self.stop, self.nbytes = start, start + nbytes, nbytes
-        self.regions, self.handle, self.owner, self.users = regions, handle, owner, 0
+    def __init__(self, start: int, nbytes: int, seen_at: int | None, regions: list[Any], owner: Any) -> None:
+        self.start, self.stop, self.nbytes, self.seen_at = start, start + nbytes, nbytes, seen_at
+        self.regions, self.owner, self.users = regions, owner, 0
+        self.handles: list[int] = []  # by engine
 
 
 class Lease:
@@ -75,7 +76,8 @@ class _Loan:
 
 
 class Memory:
-    """One communicator's registered memory, known to all of `ports`: devices with the engine's numbers of their ports.
+    """One communicator's registered memory, known to all of `ports`: devices with the engine's numbers of their ports,
+    and to the engines that `follow`.
 
     `counters`: ``registered`` and ``unregistered`` intervals, ``hits``, ``evicted`` blocks, ``refused`` arrays, and now
     ``intervals``, ``bytes``, ``idle_bytes``.
@@ -84,13 +86,18 @@ class Memory:
     least = LEAST
 
     def __init__(self, engine: Registrar, ports: Sequence[tuple[Device, int]]) -> None:
-        self._engine, self._ports = engine, ports
+        self._engines, self._ports = [engine], ports
         self._entries: list[_Entry] = []
         self._idle: deque[_Entry] = deque()  # the longest unused first
         self._ended: deque[_Entry] = deque()  # whose arrays are gone; filled by the garbage collector, at any time
         self._lock = threading.Lock()
         self._closed = False
         self._counts: Counter[str] = Counter()
+
+    @property
+    def ports(self) -> list[tuple[str, int]]:
+        """Names of the devices, and the numbers that engines have for their ports."""
+        return [(device.name, number) for device, number in self._ports]
 
     @property
     def counters(self) -> dict[str, int]:
@@ -115,6 +122,21 @@ class Memory:
         with self._lock:
             self._reap()
             return Lease(self, self._hold(address, nbytes, owner, gpu))
+
+    def follow(self, engine: Registrar) -> None:
+        """Let another engine use it, that has the same numbers for the ports."""
+        with self._lock:
+            self._engines.append(engine)
+            for entry in self._entries:
+                entry.handles.append(self._tell(engine, entry))
+
+    def unfollow(self, engine: Registrar) -> None:
+        """It is closed."""
+        with self._lock:
+            at = self._engines.index(engine)
+            del self._engines[at]
+            for entry in self._entries:
+                del entry.handles[at]
 
     def empty(self, nbytes: int, raw: Bytes | None) -> Bytes:
         """An uninitialised, registered array; out of `raw`, or of a block of its own.
@@ -186,11 +208,16 @@ class Memory:
             regions = self._regions(nbytes, lambda device: device.register(start, nbytes))
         else:
             seen_at, regions = self._gpu_regions(gpu, start, nbytes)
-        keys = [(number, region.lkey, region.rkey) for (_, number), region in zip(self._ports, regions, strict=True)]
-        entry = _Entry(start, nbytes, regions, self._engine.register_memory(start, nbytes, keys, seen_at), owner)
+        entry = _Entry(start, nbytes, seen_at, regions, owner)
+        entry.handles += [self._tell(engine, entry) for engine in self._engines]
         self._entries.append(entry)
         self._counts["registered"] += 1
         return entry
+
+    def _tell(self, engine: Registrar, entry: _Entry) -> int:
+        pairs = zip(self._ports, entry.regions, strict=True)
+        keys = [(number, region.lkey, region.rkey) for (_, number), region in pairs]
+        return engine.register_memory(entry.start, entry.nbytes, keys, entry.seen_at)
 
     def _gpu_regions(self, gpu: Gpu, start: int, nbytes: int) -> tuple[int, list[Any]]:
         """The address that devices have for the GPU's memory, and its region with each port: as a dma-buf, or else as
@@ -250,8 +277,11 @@ class Memory:
         return True
 
     def _unregister(self, entry: _Entry) -> bool:
-        if not self._engine.unregister_memory(entry.handle):
-            return False
+        for at, engine in enumerate(self._engines):
+            if not engine.unregister_memory(entry.handles[at]):
+                for before in range(at):
+                    entry.handles[before] = self._tell(self._engines[before], entry)
+                return False
         self._entries.remove(entry)
         _deregister(entry)
         self._counts["unregistered"] += 1

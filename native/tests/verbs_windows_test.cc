@@ -1,0 +1,368 @@
+// Puts that NICs write straight into windows: nothing is copied, calls keep their order, rails die, windows are closed.
+// Part of hetcoll_verbs_test.
+
+#include <algorithm>
+#include <random>
+
+#include "verbs_harness.h"
+
+namespace hetcoll::testing {
+namespace {
+
+constexpr std::uint32_t kWindow = 3;
+constexpr std::size_t kPieceBytes = 16384;
+constexpr std::size_t kPieces = 96;
+constexpr std::size_t kBytes = kPieceBytes * kPieces;
+
+bool Wait(Engine& e, const std::shared_ptr<Transfer>& transfer) {
+  return e.Drive(*transfer, DeadlineNs(kPatience)) == Outcome::kDone;
+}
+
+// Two ranks with a window each, which is registered; others are told so, and put what they like.
+class Windowed {
+ public:
+  explicit Windowed(const JobOptions& options, std::size_t nbytes = kBytes)
+      : job_(options), windows{Pattern(nbytes, 1), Pattern(nbytes, 2)} {
+    for (int r = 0; r < 2; ++r) {
+      registered_.push_back(std::make_unique<Registered>(job_, r, options.rails, windows[static_cast<std::size_t>(r)]));
+      Engine& e = engine(r);
+      Bytes& window = windows[static_cast<std::size_t>(r)];
+      e.ServeWindows();
+      e.AskWindows([&](Windows& w) {
+        w.Add(kWindow, window.data(), window.size(), 1);
+        w.Place(kWindow, 1 - r);
+      });
+    }
+    Settle(job_);
+  }
+  ~Windowed() {
+    for (int r = 0; r < 2; ++r) engine(r).Close();
+    for (auto& each : registered_) each->End();
+  }
+  Windowed(const Windowed&) = delete;
+  Windowed& operator=(const Windowed&) = delete;
+
+  Job& job() { return job_; }
+  Engine& engine(int rank) { return job_.engine(rank); }
+  Registered& registered(int rank) { return *registered_[static_cast<std::size_t>(rank)]; }
+  std::shared_ptr<Transfer> Put(int from, const std::byte* src, std::span<const Piece> pieces, int signal = 0) {
+    return engine(from).AskWindows([&](Windows& w) { return w.Put(kWindow, 1 - from, src, pieces, signal); });
+  }
+  std::shared_ptr<Transfer> Get(int to, std::byte* dst, std::span<const Piece> pieces) {
+    return engine(to).AskWindows([&](Windows& w) { return w.Get(kWindow, 1 - to, dst, pieces); });
+  }
+  bool IsSettled(int rank) {
+    return engine(rank).AskWindows([](Windows& w) { return w.Settled(kWindow); });
+  }
+  std::string Failures() { return engine(0).failure().text + " " + engine(1).failure().text; }
+
+ private:
+  Job job_;
+
+ public:
+  std::vector<Bytes> windows;
+
+ private:
+  std::vector<std::unique_ptr<Registered>> registered_;
+};
+
+// All of a window, in any order.
+std::vector<Piece> Shuffled(unsigned seed) {
+  std::vector<Piece> pieces;
+  for (std::size_t i = 0; i < kPieces; ++i) pieces.push_back({i * kPieceBytes, i * kPieceBytes, kPieceBytes});
+  std::mt19937 random(seed);
+  std::shuffle(pieces.begin(), pieces.end(), random);
+  return pieces;
+}
+
+std::uint64_t Changed(Engine& e, const char* name, std::uint64_t before) { return Counter(e, name) - before; }
+
+// From one registered window into another nothing is copied but requests and answers; out of other memory all is copied
+// once, by who puts it.
+void PutsAreNotCopied() {
+  for (const char* fault : {"", "short=0.5,delay=0.1"}) {
+    Windowed both({.size = 2,
+                   .over = Over::kVerbs,
+                   .rails = 2,
+                   .ring_bytes = 64 << 10,
+                   .fault = fault,
+                   .fabric = {.threaded = true, .overtake = true}});
+    Engine &from = both.engine(0), &to = both.engine(1);
+    const std::vector<Piece> pieces = Shuffled(3);
+    const std::uint64_t staged = Counter(from, "staged_bytes"), copied = Counter(to, "copied_bytes");
+    CHECK(Wait(from, both.Put(0, both.windows[0].data(), pieces)), "%s", both.Failures().c_str());
+    CHECK(both.windows[1] == both.windows[0], "put");
+    CHECK(to.AskWindows([](Windows& w) { return w.Signal(kWindow, 0); }) == 1, "signal");
+    CHECK(Counter(from, "direct_bytes") == kBytes && Counter(from, "zero_copy_bytes") == kBytes, "%zu, %zu",
+          std::size_t(Counter(from, "direct_bytes")), std::size_t(Counter(from, "zero_copy_bytes")));
+    constexpr std::size_t kRequest = 32 + 24 * kPieces;  // its head, and a run for each piece
+    CHECK(Changed(from, "staged_bytes", staged) == kRequest, "%zu", std::size_t(Changed(from, "staged_bytes", staged)));
+    CHECK(Changed(to, "copied_bytes", copied) == kRequest, "%zu", std::size_t(Changed(to, "copied_bytes", copied)));
+
+    const Bytes other = Pattern(kBytes, 9);
+    CHECK(Wait(from, both.Put(0, other.data(), pieces)), "%s", both.Failures().c_str());
+    CHECK(both.windows[1] == other, "put");
+    CHECK(Counter(from, "direct_bytes") == 2 * kBytes, "straight to its place");
+    CHECK(Changed(from, "staged_bytes", staged) == 2 * kRequest + kBytes, "one copy");
+    CHECK(Changed(to, "copied_bytes", copied) == 2 * kRequest, "and no other");
+    const auto counts = to.AskWindows([](Windows& w) { return w.counts(); });
+    CHECK(counts.bytes == 2 * kBytes && counts.pieces == 2 * kPieces && counts.puts == 2, "counted");
+    for (int r = 0; r < 2; ++r) CHECK(both.registered(r).End(), "nobody needs it any more");
+  }
+}
+
+// Nor is what is got into registered memory; other memory is written by its processor.
+void GetsAreNotCopied() {
+  for (const char* fault : {"", "short=0.5,delay=0.1"}) {
+    Windowed both({.size = 2,
+                   .over = Over::kVerbs,
+                   .rails = 2,
+                   .ring_bytes = 64 << 10,
+                   .fault = fault,
+                   .fabric = {.threaded = true, .overtake = true}});
+    Engine &owner = both.engine(0), &asks = both.engine(1);
+    const std::vector<Piece> pieces = Shuffled(3);
+    const std::uint64_t staged = Counter(owner, "staged_bytes"), copied = Counter(asks, "copied_bytes");
+    const std::uint64_t asked = Counter(asks, "staged_bytes"), told = Counter(owner, "copied_bytes");
+    CHECK(Wait(asks, both.Get(1, both.windows[1].data(), pieces)), "%s", both.Failures().c_str());
+    CHECK(both.windows[1] == both.windows[0], "got");
+    CHECK(Counter(owner, "direct_bytes") == kBytes && Counter(owner, "zero_copy_bytes") == kBytes, "%zu, %zu",
+          std::size_t(Counter(owner, "direct_bytes")), std::size_t(Counter(owner, "zero_copy_bytes")));
+    constexpr std::size_t kRequest = 32 + 24 * kPieces + sizeof(Placement);
+    CHECK(Changed(asks, "staged_bytes", asked) == kRequest && Changed(owner, "copied_bytes", told) == kRequest,
+          "asked");
+    CHECK(Changed(owner, "staged_bytes", staged) == 4 && Changed(asks, "copied_bytes", copied) == 4, "a status");
+
+    Bytes other(kBytes);
+    CHECK(Wait(asks, both.Get(1, other.data(), pieces)), "%s", both.Failures().c_str());
+    CHECK(other == both.windows[0], "got");
+    CHECK(Counter(owner, "direct_bytes") == kBytes && Changed(asks, "copied_bytes", copied) == kBytes + 8, "one copy");
+    const std::vector<Piece> twice{{0, 0, kBytes / 2}, {100, kBytes / 2, kBytes / 2}};
+    Bytes want = both.windows[1];
+    for (const Piece& p : twice) std::memcpy(want.data() + p.here, both.windows[0].data() + p.there, p.nbytes);
+    CHECK(Wait(asks, both.Get(1, both.windows[1].data(), twice)), "%s", both.Failures().c_str());
+    CHECK(both.windows[1] == want && Counter(owner, "direct_bytes") == kBytes, "pieces that overlap");
+    for (int r = 0; r < 2; ++r) {
+      CHECK(Within(kPatience, [&] { return both.IsSettled(r) && both.registered(r).End(); }),
+            "nobody needs it any more");
+    }
+  }
+}
+
+// Puts and gets of the same bytes are done one after another, whichever way each goes, and so are pieces that overlap.
+void PutsKeepTheirOrder() {
+  Windowed both({.size = 2,
+                 .over = Over::kVerbs,
+                 .rails = 3,
+                 .ring_bytes = 64 << 10,
+                 .fabric = {.threaded = true, .overtake = true}});
+  const Bytes before = both.windows[1];
+  std::vector<Bytes> sources;
+  Bytes got(8 * kBytes);  // registered: what is got is read where it lies, and written where it goes
+  Registered memory(both.job(), 0, 3, got);
+  std::vector<std::shared_ptr<Transfer>> works;
+  for (unsigned i = 0; i < 8; ++i) sources.push_back(Pattern(kBytes, 20 + i));
+  const std::vector<Piece> all{{0, 0, kBytes}};
+  const std::vector<Piece> few{{0, kBytes - 1000, 1000}};  // not asked for
+  for (unsigned i = 0; i < 8; ++i) {
+    works.push_back(both.Get(0, got.data() + i * kBytes, all));
+    works.push_back(both.Put(0, sources[i].data(), few));
+    works.push_back(both.Put(0, sources[i].data(), Shuffled(i)));
+    works.push_back(both.Put(0, before.data(), few));
+  }
+  for (const auto& work : works) CHECK(Wait(both.engine(0), work), "%s", both.Failures().c_str());
+  for (unsigned i = 0; i < 8; ++i) {
+    Bytes want = i == 0 ? before : sources[i - 1];
+    if (i > 0) std::copy_n(before.begin(), 1000, want.end() - 1000);
+    CHECK(std::memcmp(got.data() + i * kBytes, want.data(), kBytes) == 0, "what was got before put %u", i);
+  }
+  CHECK(memory.End(), "nobody needs it any more");
+  CHECK(Counter(both.engine(1), "direct_bytes") == 8 * kBytes, "%zu",
+        std::size_t(Counter(both.engine(1), "direct_bytes")));
+  CHECK(Counter(both.engine(0), "direct_bytes") == 8 * kBytes, "%zu",
+        std::size_t(Counter(both.engine(0), "direct_bytes")));
+  const std::vector<Piece> twice{{0, 0, kBytes / 2}, {kBytes / 2, 100, kBytes / 2 - 100}, {7, 300, 50'000}};
+  CHECK(Wait(both.engine(0), both.Put(0, sources[0].data(), twice)), "%s", both.Failures().c_str());
+  Bytes want = both.windows[1];
+  for (const Piece& p : twice) std::memcpy(want.data() + p.there, sources[0].data() + p.here, p.nbytes);
+  CHECK(both.windows[1] == want, "pieces that overlap");
+  CHECK(Counter(both.engine(0), "direct_bytes") == 8 * kBytes, "those go one after another");
+}
+
+// Whichever rail dies, at either end, and all of them: every put is right, and later ones are written by the rails that
+// came back.
+void PutsWhileRailsDie() {
+  for (const int rails : {1, 2}) {
+    for (unsigned turn = 0; turn < 8; ++turn) {
+      const std::string what = std::to_string(rails) + " rails, turn " + std::to_string(turn);
+      Windowed both({.size = 2,
+                     .over = Over::kVerbs,
+                     .rails = rails,
+                     .ring_bytes = 64 << 10,
+                     .recovery_ns = kSoonNs,
+                     .fabric = {.threaded = true, .overtake = true, .resends = true, .seed = turn + 1}});
+      for (int k = 0; k < (turn % 2 == 0 ? 1 : rails); ++k) {  // one, or all
+        both.job().fabric().Change(static_cast<int>(turn / 2 % 2) * rails + k, [&](FakeNic& nic) {
+          nic.fail_after = 5 + 11 * static_cast<int>(turn);
+          nic.fail_delivered = turn >= 4;
+        });
+      }
+      std::uint64_t direct = 0;
+      const auto lost = [&] { return Counter(both.engine(0), "lost_rails"); };
+      for (unsigned round = 0; (round < 6 || lost() == 0) && round < 600; ++round) {
+        for (const int from : {0, 1}) {
+          const Bytes src = Pattern(kBytes, 40 * turn + 2 * round + static_cast<unsigned>(from));
+          const auto put = both.Put(from, src.data(), Shuffled(round));
+          CHECK(Wait(both.engine(from), put), "%s: %s", what.c_str(), both.Failures().c_str());
+          CHECK(both.windows[static_cast<std::size_t>(1 - from)] == src, "%s: round %u from %d", what.c_str(), round,
+                from);
+          const auto get = both.Get(from, both.windows[static_cast<std::size_t>(from)].data(), Shuffled(round + 9));
+          CHECK(Wait(both.engine(from), get), "%s: %s", what.c_str(), both.Failures().c_str());
+          CHECK(both.windows[static_cast<std::size_t>(from)] == src, "%s: round %u to %d", what.c_str(), round, from);
+        }
+      }
+      CHECK(lost() > 0, "%s", what.c_str());
+      const auto whole = [&] { return Links(both.engine(0)).find("\"down\"") == std::string::npos; };
+      CHECK(Within(kPatience, whole), "%s: %s", what.c_str(), Links(both.engine(0)).c_str());
+      direct = Counter(both.engine(0), "direct_bytes");
+      const Bytes src = Pattern(kBytes, 7);
+      CHECK(Wait(both.engine(0), both.Put(0, src.data(), Shuffled(5))) && both.windows[1] == src, "%s", what.c_str());
+      CHECK(Changed(both.engine(0), "direct_bytes", direct) == kBytes, "%s: straight again", what.c_str());
+      for (int r = 0; r < 2; ++r) {
+        CHECK(Within(kPatience, [&] { return both.IsSettled(r) && both.registered(r).End(); }), "%s: in use",
+              what.c_str());
+      }
+      CHECK(both.job().fabric().complaints().empty(), "%s", what.c_str());
+    }
+  }
+}
+
+// A window that is closed while it is written is its owner's again when it has settled, and then written no more: the
+// peer stops by itself, or it hangs and loses its rails.
+void ClosedWhileWritten() {
+  for (const bool hangs : {false, true}) {
+    Windowed both({.size = 2,
+                   .over = Over::kVerbs,
+                   .rails = 2,
+                   .ring_bytes = 64 << 10,
+                   .recovery_ns = kSoonNs,
+                   .fabric = {.threaded = true}});
+    for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 1000; });
+    const Bytes src = Pattern(kBytes, 9), before = both.windows[1];
+    const std::uint64_t bytes = both.job().fabric().bytes(0);
+    const auto put = both.Put(0, src.data(), Shuffled(1));
+    CHECK(Within(kPatience, [&] { return both.job().fabric().bytes(0) > bytes + 2 * kPieceBytes; }), "under way");
+    if (hangs) {
+      for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.stalled = true; });
+    }
+    both.engine(1).AskWindows([](Windows& w) { w.Close(kWindow); });
+    if (hangs) {
+      CHECK(!both.IsSettled(1) && !both.registered(1).End(), "NICs may write it");
+      both.engine(1).RevokeWindow(kWindow);
+    }
+    CHECK(Within(kPatience, [&] { return both.IsSettled(1); }), "%s", Links(both.engine(1)).c_str());
+    CHECK(both.registered(1).End(), "nobody writes it");
+    const Bytes closed = both.windows[1];
+    CHECK(closed != before || hangs, "some of it came");
+    for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, Repair);
+    for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 0; });
+    CHECK(!Wait(both.engine(0), put) && put->refused == static_cast<int>(Refusal::kClosed), "refused: %d, %s",
+          put->refused, both.Failures().c_str());
+    const auto late = both.Put(0, src.data(), Shuffled(2));
+    CHECK(!Wait(both.engine(0), late) && late->refused == static_cast<int>(Refusal::kClosed), "late");
+    CHECK(both.windows[1] == closed, "written after it was closed");
+    CHECK((Counter(both.engine(1), "lost_rails") > 0) == hangs, "%s", Links(both.engine(1)).c_str());
+    CHECK(Wait(both.engine(1), both.Put(1, src.data(), Shuffled(3))) && both.windows[0] == src, "the other way");
+    CHECK(!both.engine(0).failed() && !both.engine(1).failed(), "%s", both.Failures().c_str());
+  }
+}
+
+// A window that is closed while it is read is its owner's again when it has settled, and then read no more: who asked
+// gets what was in it, also where it hung.
+void ClosedWhileRead() {
+  for (const bool hangs : {false, true}) {
+    Windowed both({.size = 2,
+                   .over = Over::kVerbs,
+                   .rails = 2,
+                   .ring_bytes = 64 << 10,
+                   .recovery_ns = kSoonNs,
+                   .fabric = {.threaded = true, .resends = true}});
+    for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 1000; });
+    const Bytes before = both.windows[1];
+    const std::uint64_t bytes = both.job().fabric().bytes(2);
+    const auto get = both.Get(0, both.windows[0].data(), Shuffled(1));
+    CHECK(Within(kPatience, [&] { return both.job().fabric().bytes(2) > bytes + 2 * kPieceBytes; }), "under way");
+    if (hangs) {
+      for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.stalled = true; });
+    }
+    both.engine(1).AskWindows([](Windows& w) { w.Close(kWindow); });
+    if (hangs) {
+      CHECK(!both.IsSettled(1) && !both.registered(1).End(), "NICs read it");
+      both.engine(1).RevokeWindow(kWindow);
+    }
+    CHECK(Within(kPatience, [&] { return both.IsSettled(1); }), "%s", Links(both.engine(1)).c_str());
+    CHECK(both.registered(1).End(), "nobody reads it");
+    std::fill(both.windows[1].begin(), both.windows[1].end(), std::byte{7});  // whose it is again
+    for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, Repair);
+    for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 0; });
+    CHECK(Wait(both.engine(0), get), "refused: %d, %s", get->refused, both.Failures().c_str());
+    CHECK(both.windows[0] == before, "what was in it");
+    CHECK((Counter(both.engine(1), "lost_rails") > 0) == hangs, "%s", Links(both.engine(1)).c_str());
+    CHECK(!both.engine(0).failed() && !both.engine(1).failed(), "%s", both.Failures().c_str());
+  }
+}
+
+// What is checked goes through rings, and is checked there.
+void CheckedPuts() {
+  for (const Integrity integrity : {Integrity::kSampled, Integrity::kAll}) {
+    Windowed both({.size = 2, .over = Over::kVerbs, .rails = 2, .recovery_ns = kSoonNs, .integrity = integrity});
+    const std::vector<Piece> pieces = Shuffled(1);
+    for (unsigned round = 0; round < 4; ++round) {
+      const Bytes src = Pattern(kBytes, round);
+      CHECK(Wait(both.engine(0), both.Put(0, src.data(), pieces)), "%s", both.Failures().c_str());
+      CHECK(both.windows[1] == src, "put");
+    }
+    const std::uint64_t direct = Counter(both.engine(0), "direct_bytes");
+    const std::uint64_t checked = both.engine(1).integrity().checked_bytes.get();
+    CHECK(integrity == Integrity::kAll ? direct == 0 : direct > 3 * kBytes, "%zu", std::size_t{direct});
+    CHECK(checked >= (integrity == Integrity::kAll ? 4 * kBytes : 4 * kBytes / 128), "%zu", std::size_t{checked});
+  }
+}
+
+// A rank that dies while it writes, or is written, is named by the other, and nothing is written from then on.
+void DyingWriters() {
+  for (const bool writer : {false, true}) {
+    Windowed both({.size = 2, .over = Over::kVerbs, .rails = 2, .ring_bytes = 64 << 10, .fabric = {.threaded = true}});
+    for (int n = 0; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 20; });
+    const Bytes src = Pattern(kBytes, 9);
+    const std::uint64_t bytes = both.job().fabric().bytes(0);
+    const auto put = both.Put(0, src.data(), Shuffled(1));
+    CHECK(Within(kPatience, [&] { return both.job().fabric().bytes(0) > bytes + 2 * kPieceBytes; }), "under way");
+    Engine &dies = both.engine(writer ? 0 : 1), &lives = both.engine(writer ? 1 : 0);
+    dies.Close();
+    CHECK(Within(kPatience, [&] { return lives.failed(); }), "it is noticed");
+    CHECK(lives.failure().kind == FaultKind::kPeerGone && lives.failure().peer == (writer ? 0 : 1), "%s",
+          lives.failure().text.c_str());
+    CHECK(!Wait(both.engine(0), put), "it did not end");
+    for (int r = 0; r < 2; ++r) {
+      CHECK(Within(kPatience, [&] { return both.registered(r).End(); }), "rank %d: its memory is its own again", r);
+    }
+  }
+}
+
+constexpr Scenario kScenarios[] = {
+    {"windows", PutsAreNotCopied},
+    {"windows: gets", GetsAreNotCopied},
+    {"windows: order", PutsKeepTheirOrder},
+    {"windows: read", ClosedWhileRead},
+    {"windows: rails die", PutsWhileRailsDie},
+    {"windows: closed", ClosedWhileWritten},
+    {"windows: checked", CheckedPuts},
+    {"windows: deaths", DyingWriters},
+};
+
+}  // namespace
+
+std::span<const Scenario> WindowScenarios() { return kScenarios; }
+
+}  // namespace hetcoll::testing
