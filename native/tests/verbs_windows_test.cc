@@ -237,6 +237,54 @@ void PutsWhileRailsDie() {
   }
 }
 
+// Both put at the same time, out of memory that is not registered, while all cables are cut, one after another, and
+// plugged in again.
+void BothPutWhileCablesAreCut() {
+  for (unsigned turn = 0; turn < 16; ++turn) {
+    const std::string what = "turn " + std::to_string(turn);
+    Windowed both({.size = 2,
+                   .over = Over::kVerbs,
+                   .rails = 2,
+                   .ring_bytes = 64 << 10,
+                   .recovery_ns = kSoonNs,
+                   .fabric = {.threaded = true, .overtake = true, .resends = true, .seed = turn + 1}});
+    std::atomic<bool> over{false};
+    std::atomic<int> rounds{0};
+    std::thread cutter([&] {
+      std::mt19937 random(turn);
+      for (int cut = 0; cut < 3; ++cut) {
+        const int at = rounds.load() + 2;
+        static_cast<void>(Within(kPatience, [&] { return rounds.load() >= at || over; }));
+        for (const int nic : {static_cast<int>(random() % 2) * 2, static_cast<int>(random() % 2) * 2 + 1}) {
+          both.job().fabric().Change(nic, [&](FakeNic& n) {
+            n.fail_after = static_cast<std::int64_t>(random() % 100);
+            n.fail_delivered = random() % 2 == 0;
+          });
+        }
+        for (const std::int64_t start = NowNs(); Seconds(start) < 0.05 && !over;) std::this_thread::yield();
+        for (int n = 0; n < 4; ++n) both.job().fabric().Change(n, Repair);
+      }
+      over = true;
+    });
+    both.job().Run([&](int rank, Engine& e) {
+      for (unsigned round = 0; !over; ++round) {
+        const Bytes src = Pattern(kBytes, 40 * turn + 2 * round + static_cast<unsigned>(rank));
+        const auto put = both.Put(rank, src.data(), Shuffled(round));
+        const bool done = Wait(e, put);
+        CHECK(done, "%s: round %u of rank %d: %s; %s; %s", what.c_str(), round, rank, both.Failures().c_str(),
+              e.AskWindows([](Windows& w) { return w.Describe(); }).c_str(), Links(e).c_str());
+        if (!done) {
+          over = true;
+          return;
+        }
+        ++rounds;
+      }
+    });
+    cutter.join();
+    if (both.engine(0).failed()) return;
+  }
+}
+
 // A window that is closed while it is written is its owner's again when it has settled, and then written no more: the
 // peer stops by itself, or it hangs and loses its rails.
 void ClosedWhileWritten() {
@@ -356,6 +404,7 @@ constexpr Scenario kScenarios[] = {
     {"windows: order", PutsKeepTheirOrder},
     {"windows: read", ClosedWhileRead},
     {"windows: rails die", PutsWhileRailsDie},
+    {"windows: cables", BothPutWhileCablesAreCut},
     {"windows: closed", ClosedWhileWritten},
     {"windows: checked", CheckedPuts},
     {"windows: deaths", DyingWriters},

@@ -97,6 +97,9 @@ class VerbsLink final : private RailListener {
     if (end == m.total && !invited_.empty() && invited_.front().what.signature == m.signature) Uninvite();
   }
   // As RecvEnd's and SendEnd's.
+  std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
+    return AllBuried() ? outbox_.PushOverTcp(m, at, data, n) : outbox_.Push(m, at, data, n);
+  }
   Placement Expose(std::byte* base, std::size_t n);
   void Hide(bool at_once);
   void Recall();

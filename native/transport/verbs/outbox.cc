@@ -63,11 +63,11 @@ void Outbox::Invited(const ClearToSend& clear_to_send) {
 }
 
 std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
-  if (device_ && !NoRails() && Wanted(m) == nullptr) return kWouldBlock;
+  if (device_ && Wanted(m) == nullptr) return kWouldBlock;
   n = std::min(n, fragment_);
   Frame* frame = nullptr;
   Rail* rail = Pick(n, frame);
-  if (rail == nullptr) return NoRails() ? PushOverTcp(m, at, data, n) : kWouldBlock;
+  if (rail == nullptr) return kWouldBlock;
   // All of a message or nothing: what was lent must be what was taken last.
   Region* region = nullptr;
   if (device_ || (m.may_lend && (m.total >= kVerbsLendBytes || m.into != nullptr)))
@@ -172,6 +172,7 @@ bool Outbox::Check(Frame& frame, const std::byte* payload, const Region* region)
 }
 
 std::ptrdiff_t Outbox::PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
+  n = std::min(n, fragment_);
   if (next_ - oldest_ == kWindow || !TcpHasRoom()) return kWouldBlock;
   if (device_ && (data = bounce_->Out(next_, data, n)) == nullptr) return kWouldBlock;
   Frame frame{m.signature, m.total, next_, static_cast<std::uint32_t>(n), 0};
@@ -183,10 +184,6 @@ std::ptrdiff_t Outbox::PushOverTcp(const Message& m, std::size_t at, const std::
   pushed_ += n;
   if (at + n == m.total) ++messages_;
   return static_cast<std::ptrdiff_t>(n);
-}
-
-bool Outbox::NoRails() const {
-  return std::none_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->alive(); });
 }
 
 bool Outbox::TcpHasRoom() const {
@@ -255,7 +252,7 @@ void Outbox::Lost(const Rail& rail) {
   if (device_) recovered_ = next_;
 }
 
-void Outbox::Resend() {
+void Outbox::Resend(bool over_tcp) {
   for (resend_from_ = std::max(resend_from_, oldest_); lost_ > 0 && resend_from_ < next_; ++resend_from_) {
     Sent& sent = At(resend_from_);
     if (sent.delivered || !sent.lost) continue;
@@ -268,7 +265,7 @@ void Outbox::Resend() {
       best = rail.get();
       frame = slot;
     }
-    if (best == nullptr && NoRails() && ResendOverTcp(sent)) continue;
+    if (best == nullptr && over_tcp && ResendOverTcp(sent)) continue;
     if (best == nullptr) return;
     *frame = *sent.frame;
     // The receiver may be through with the first one, and its memory be used again. Where the memory is a GPU's, there

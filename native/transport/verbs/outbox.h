@@ -49,6 +49,9 @@ class Outbox {
 
   // As SendEnd's. kWouldBlock: no rail has room.
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
+  // The same over the control socket, once all rails are lost and what they carried has gone again: that has room for
+  // few frames, and the peer takes the oldest first.
+  std::ptrdiff_t PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
   std::byte* Reserve(const std::byte* data, std::size_t n);
   void Commit(const Message& m, std::size_t at, std::size_t n);
   std::size_t Lent();
@@ -65,7 +68,7 @@ class Outbox {
   // over, or it would be overwritten.
   bool resending() const { return lost_ > 0 || oldest_ < recovered_; }
   // Sends again what rails have room for, or the control socket.
-  void Resend();
+  void Resend(bool over_tcp);
 
   // The peer has everything before `seq`.
   void DeliveredBefore(std::uint64_t seq);
@@ -109,12 +112,10 @@ class Outbox {
   const Sent& At(std::uint64_t seq) const { return sent_[seq % kWindow]; }
   const ClearToSend* Wanted(const Message& m) const;
   Rail* Pick(std::size_t n, Frame*& frame);
-  std::ptrdiff_t PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
   bool TcpHasRoom() const;
   bool Check(Frame& frame, const std::byte* payload, const Region* region);
   void SendOverTcp(Frame frame, const std::byte* payload, const Region* region);
   bool ResendOverTcp(Sent& sent);
-  bool NoRails() const;
   void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
             std::size_t n);
 

@@ -18,10 +18,10 @@ class VerbsSend final : public SendEnd {
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
     if (at == 0 && m.total >= kInviteBytes) link_->Drive();  // there may be a clear-to-send
     if (Open()) {
-      std::ptrdiff_t taken = link_->outbox().Push(m, at, data, n);
+      std::ptrdiff_t taken = link_->Push(m, at, data, n);
       if (taken != kWouldBlock) return taken;
       link_->Drive();
-      if (link_->open()) return link_->outbox().Push(m, at, data, n);
+      if (link_->open()) return link_->Push(m, at, data, n);
     }
     SendEnd* tcp = link_->tcp_send();
     return tcp != nullptr ? tcp->Push(m, at, data, n) : kWouldBlock;
