@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -17,7 +18,7 @@ from ranks import Ranks
 from reference import Case
 
 import hetcoll
-from hetcoll import CollectiveTimeoutError, CommunicationError
+from hetcoll import CollectiveTimeoutError, CommunicationError, HetcollError, InitError, PeerLostError
 from hetcoll.config.limits import SPARE
 from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.types import Collective
@@ -230,3 +231,42 @@ def test_the_soft_limit_of_descriptors_is_raised(launch: Launch) -> None:
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
     assert outcomes[1].value >= SPARE + 2
+
+
+def split_with_few_descriptors(comm: hetcoll.Communicator) -> list[tuple[HetcollError, float]]:
+    """What came of splits, and after how long: rank 1 may open nothing, then one file, then two, until it suffices."""
+    limits, taken, failed = resource.getrlimit(resource.RLIMIT_NOFILE), [os.dup(0)], []
+    if comm.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 64, limits[1]))
+    with contextlib.suppress(OSError):
+        while comm.rank == 1:
+            taken.append(os.dup(0))
+    for attempt in range(len(taken) if comm.rank == 1 else 64):
+        begin = time.monotonic()
+        try:
+            part = comm.split(0)
+            assert part is not None
+            part.barrier()
+            part.close()
+        except HetcollError as error:
+            failed.append((error, time.monotonic() - begin))
+        if comm.agree(len(failed) == attempt):
+            break
+        if comm.rank == 1:
+            os.close(taken.pop())
+    for fd in taken:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return failed
+
+
+def test_a_rank_that_has_no_descriptor_for_shared_memory_says_so_at_once(launch: Launch) -> None:
+    zero, one, two = launch(3).run(split_with_few_descriptors)
+    assert len(zero) == len(one) == len(two) >= 3
+    for error, _ in one:
+        assert isinstance(error, InitError)
+        assert "too many open files" in str(error).lower()
+    for error, _ in (*zero, *two):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 1
+    assert max(seconds for _, seconds in (*zero, *one, *two)) < 5.0

@@ -9,6 +9,7 @@ C code of `map` calls nothing between the system's answer and the file, which cl
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -176,8 +177,8 @@ def _fetch(sock: socket.socket, rank: int, secret: bytes, deadline: float) -> Fi
         if len(came[0]) != VERDICT.size:
             raise ConnectionResetError("the process that offers it closed the connection")
         response.check(came[0])
-        if len(fds := _descriptors(came)) != 1:
-            raise ConnectionResetError("no descriptor came")
+        if len(fds := _descriptors(came)) != 1:  # the system drops what this process may not have (MSG_CTRUNC)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         (memory,) = map(FileIO, fds, ("r+b",))
         return memory
     except BaseException:
