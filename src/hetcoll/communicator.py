@@ -88,13 +88,16 @@ class Communicator:
         return (joining.come_in if join else joining.enter)(cls, unique_id, rank, size, config, timeout)
 
     def __init__(self, session: Session, group: bytes, rank: int, size: int, config: Config, timeout: float) -> None:
-        core = self._core = Core(self, session, group, rank, size, config, timeout, Gpus)
-        self._session, self._group, self._rank, self._size, self._config = session, group, rank, size, config
-        self._at = rank, size  # where what a call is given is checked
-        self._wiring, self._engine, self._diagnosis = core.wiring, core.engine, core.diagnosis
-        self._host, self._gpus, self._planner = core.host, core.gpus, core.planner
-        self._closed = False
-        lifetime.watch(self, weakly=True)
+        with contextlib.ExitStack() as undo:  # wherever Ctrl-C comes: others may have theirs already
+            core = self._core = Core(self, session, group, rank, size, config, timeout, Gpus, undo)
+            self._session, self._group, self._rank, self._size, self._config = session, group, rank, size, config
+            self._at = rank, size  # where what a call is given is checked
+            self._wiring, self._engine, self._diagnosis = core.wiring, core.engine, core.diagnosis
+            self._host, self._gpus, self._planner = core.host, core.gpus, core.planner
+            undo.callback(lifetime.forget, self)
+            lifetime.watch(self, weakly=True)
+            undo.pop_all()
+            self._closed = False  # from now on it is closed when it is dropped
 
     @property
     def rank(self) -> int:

@@ -19,6 +19,7 @@ from ranks import Ranks, wait_until
 from thorough import parametrize
 
 import hetcoll
+from hetcoll import lifetime
 from hetcoll.runtime import core, one_sided
 
 Launch = Callable[..., Ranks]
@@ -91,11 +92,18 @@ def test_ctrl_c_while_a_call_asks_the_others(launch: Launch, transport: str) -> 
 
 
 def interrupt_when_others_have_it(comm: hetcoll.Communicator, what: str, ready: Path) -> str:
-    """Rank 2 is interrupted at the end of a call that makes a communicator; the others are about to use theirs."""
+    """Rank 2 is interrupted at the end of a call that makes a communicator, or when it is made; the others are about to
+    use theirs."""
+    watch = lifetime.watch
 
     def interrupted(*args: Any) -> Any:
         wait_until(lambda: len(list(ready.iterdir())) == 2, 20)
         raise KeyboardInterrupt
+
+    def watch_interrupted(resource: Any, *args: Any, **how: Any) -> None:
+        if isinstance(resource, hetcoll.Communicator):
+            interrupted()
+        watch(resource, *args, **how)
 
     begin = one_sided.OneSided.__init__
 
@@ -103,10 +111,12 @@ def interrupt_when_others_have_it(comm: hetcoll.Communicator, what: str, ready: 
         (ready / str(comm.rank)).touch()
         begin(*args)
 
-    if comm.rank == 2:
-        core.Activity = interrupted  # type: ignore[assignment,misc]
-    else:
+    if comm.rank != 2:
         one_sided.OneSided.__init__ = begin_ready  # type: ignore[method-assign]
+    elif what == "made":
+        lifetime.watch = watch_interrupted
+    else:
+        core.Activity = interrupted  # type: ignore[assignment,misc]
 
     def use() -> None:
         if what == "window":
@@ -124,7 +134,7 @@ def interrupt_when_others_have_it(comm: hetcoll.Communicator, what: str, ready: 
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("what", ["split", "window"])
+@pytest.mark.parametrize("what", ["split", "made", "window"])
 def test_ctrl_c_at_the_end_of_what_others_have_made(launch: Launch, what: str, transport: str, tmp_path: Path) -> None:
     *others, two = launch(3, HETCOLL_TRANSPORT=transport).run(interrupt_when_others_have_it, what, tmp_path)
     assert two == "interrupted, True"

@@ -106,7 +106,7 @@ class Inspector(Protocol):
 
 class Core:
     """The parts of one communicator, and what they do together. It does not keep `owner`, that communicator, alive:
-    one that nobody refers to any more is closed."""
+    one that nobody refers to any more is closed. `undo` gives everything back where the owner is not made after all."""
 
     def __init__(
         self,
@@ -118,6 +118,7 @@ class Core:
         config: Config,
         timeout: float,
         open_gpus: OpenGpus,
+        undo: contextlib.ExitStack,
     ) -> None:
         from .host import HostExecutor  # and with these what chooses and draws plans: imports count
         from .planner import Planner
@@ -130,35 +131,33 @@ class Core:
         """Of open groups, by thread: kind, buffer and peer of each message. See `messages`."""
         self.diagnosis = diagnosis = Diagnosis(session, group, rank, size)
         deadline = time.monotonic() + timeout
-        with contextlib.ExitStack() as undo:
-            session.join(group, rank, size, diagnosis.on_event, timeout)
-            undo.push(self._leave_unmade)
-            left, patience = deadline - time.monotonic(), min(PATIENCE, config.timeout)
-            self.wiring = wiring = Wiring(session.control, group, rank, size, config, left, patience)
-            undo.callback(wiring.close)
-            self.engine = wiring.engine
-            undo.callback(self.engine.close)
-            feedback, ordered = config.compress_feedback, config.reproducible
-            self.compression = Compression(wiring.topology, config.compress, feedback, ordered)
-            self.planner = Planner(wiring, rank, config.algo, self.compression, ordered)
-            parts = (wiring, diagnosis, self.planner)
-            host = self.host = HostExecutor(owner, *parts, config.timeout)
-            # Weakly, since the engine must not keep its communicator alive.
-            self.engine.set_ops(
-                OP_LABELS, DONE, _weakly(owner._stuck), _weakly(diagnosis.interrupted), _weakly(self.log_news)
-            )
-            diagnosis.attach(self.engine, host.reporter)
-            diagnosis.warn_after = config.warn_after
-            self.recorder = FlightRecorder(rank, size, self.engine, self.planner.described, diagnosis.ask)
-            job_id, describe = session.control.unique_id.job_id, self.planner.described
-            on = host_identity(config.host_id)
-            self.activity = Activity(job_id, group, rank, size, on, self.engine, describe)
-            undo.callback(self.activity.close)
-            diagnosis.answers |= self.recorder.answers() | self.activity.answers()
-            if config.sigusr2:
-                listen()
-            self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
-            undo.pop_all()
+        session.join(group, rank, size, diagnosis.on_event, timeout)
+        undo.push(self._leave_unmade)
+        left, patience = deadline - time.monotonic(), min(PATIENCE, config.timeout)
+        self.wiring = wiring = Wiring(session.control, group, rank, size, config, left, patience)
+        undo.callback(wiring.close)
+        self.engine = wiring.engine
+        undo.callback(self.engine.close)
+        feedback, ordered = config.compress_feedback, config.reproducible
+        self.compression = Compression(wiring.topology, config.compress, feedback, ordered)
+        self.planner = Planner(wiring, rank, config.algo, self.compression, ordered)
+        parts = (wiring, diagnosis, self.planner)
+        host = self.host = HostExecutor(owner, *parts, config.timeout)
+        # Weakly, since the engine must not keep its communicator alive.
+        self.engine.set_ops(
+            OP_LABELS, DONE, _weakly(owner._stuck), _weakly(diagnosis.interrupted), _weakly(self.log_news)
+        )
+        diagnosis.attach(self.engine, host.reporter)
+        diagnosis.warn_after = config.warn_after
+        self.recorder = FlightRecorder(rank, size, self.engine, self.planner.described, diagnosis.ask)
+        job_id, describe = session.control.unique_id.job_id, self.planner.described
+        on = host_identity(config.host_id)
+        self.activity = Activity(job_id, group, rank, size, on, self.engine, describe)
+        undo.callback(self.activity.close)
+        diagnosis.answers |= self.recorder.answers() | self.activity.answers()
+        if config.sigusr2:
+            listen()
+        self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
         self._riders: dict[type[Rider], Rider] = {}
         self._rider_lock = threading.Lock()
         self.ranges: Ranges | None = None
