@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterable
 
 import pytest
+from resetting import own_connections
 from thorough import parametrize
 
 from .lanes import campaign
@@ -46,3 +48,13 @@ def test_right_results_or_the_right_errors_and_nothing_left(part: int) -> None:
 @pytest.mark.parametrize("kind", sorted(NETWORK))
 def test_the_same_where_networks_are_slow_or_cut(kind: str) -> None:
     play(range(LANES), kind)
+
+
+def test_looking_for_connections_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one is closed meanwhile and its number is that of another file, as of this one, which is said to be one."""
+    monkeypatch.setattr(os, "readlink", lambda _: "socket:[1]")
+    with select.epoll():
+        before = sorted(os.listdir("/proc/self/fd"))
+        for sock in own_connections():
+            sock.close()
+        assert sorted(os.listdir("/proc/self/fd")) == before

@@ -60,7 +60,12 @@ def own_connections() -> list[socket.socket]:
         with suppress(OSError):  # it was closed meanwhile
             if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 continue
-            sock = socket.socket(fileno=os.dup(int(fd)))
+            copy = os.dup(int(fd))
+            try:
+                sock = socket.socket(fileno=copy)
+            except OSError:  # it is another file by now, which has the number of the one that was closed
+                os.close(copy)
+                raise
             if _is_established(sock):
                 found.append(sock)
             else:
