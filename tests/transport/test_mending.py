@@ -20,6 +20,7 @@ from typing import Any
 import netns
 import numpy as np
 import pytest
+import resetting
 from cases import run_cases
 from patience import DEADLINE, PATIENCE
 from ranks import Ranks, elapsed, wait_until
@@ -67,6 +68,34 @@ def cases_of(size: int) -> list[Case]:
 )
 def test_every_collective_over_sockets_that_are_reset(pool: Pool, fault: str, settings: dict[str, Any]) -> None:
     pool(3).run(run_cases, cases_of(3), {"fault": fault, "transport": "tcp", **settings}, True)
+
+
+def meet_over_a_connection_that_breaks(comm: hetcoll.Communicator) -> int:
+    """Before rank 1 hears that rank 0 has confirmed it. Gives how many were made again."""
+    if comm.rank == 1:
+        listener = comm._wiring._listener
+        assert listener is not None
+        confirm = listener._confirm
+
+        def break_first(promise: Any, answer: bytearray) -> None:
+            listener._confirm = confirm  # type: ignore[method-assign]
+            promise.sock.recv(1)
+            resetting.reset(promise.sock)
+            confirm(promise, answer)
+
+        listener._confirm = break_first  # type: ignore[method-assign]
+    for count in (1, 100_000):
+        x = np.full(count, comm.rank + 1, np.int32)
+        comm.allreduce(x)
+        assert (x == 3).all()
+    return comm.counters()["tcp_reconnects"]
+
+
+@parametrize("tls", ["0", "1"], first=1)
+def test_a_connection_that_only_one_end_has_is_made_again(launch: Pool, tls: str) -> None:
+    """The end that confirmed it has a link, which it mends. The other one has none yet, and waits for its first."""
+    zero, _ = launch(2, HETCOLL_TRANSPORT="tcp", HETCOLL_TLS=tls).run(meet_over_a_connection_that_breaks, timeout=20.0)
+    assert zero >= 1
 
 
 def everything_else(comm: hetcoll.Communicator, rounds: int) -> dict[str, int]:

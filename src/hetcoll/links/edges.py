@@ -27,6 +27,10 @@ CAME = struct.Struct("<QQI")
 """What both tell right after that of a socket that is made again: a `Came`."""
 
 
+TAKEN = b"\1"
+"""What the engine at either end of it says then, when it has taken that socket over (``Sockets::Resume``)."""
+
+
 class Came(NamedTuple):
     """Of a stream: how many bytes ever came; of them, where those begin that were spoiled, and how many these are."""
 

@@ -21,7 +21,7 @@ from ..rendezvous.connections.auth import Service
 from ..rendezvous.connections.interfaces import choose_interfaces, total_rate
 from ..rendezvous.connections.sockets import BACKLOG, settle, spell_error, unpace
 from .connector import connect_all
-from .edges import ADMITTED, CAME, CONFIRMED, YIELD, Address, Came, EdgeKey, Request
+from .edges import ADMITTED, CAME, CONFIRMED, TAKEN, YIELD, Address, Came, EdgeKey, Request
 
 log = logging.getLogger("hetcoll.listener")
 
@@ -47,6 +47,7 @@ class _Promise(NamedTuple):
     sock: socket.socket
     key: EdgeKey
     hurried: bool
+    begins: bool  # made again by who has a link since a connection that this end did not get
 
 
 class Listener:
@@ -84,6 +85,7 @@ class Listener:
         self.addresses: tuple[Address, ...] = tuple(addresses)
         self._arrived: dict[EdgeKey, socket.socket] = {}
         self._promises: set[_Promise] = set()
+        self._lacking: set[EdgeKey] = set()  # what `take` waits for
         self._outgoing: set[EdgeKey] = set()  # that we connect as `src`: then a hurried `dst` must yield
         self._connecting: set[socket.socket] = set()
         self._news = threading.Condition()
@@ -124,7 +126,11 @@ class Listener:
     ) -> dict[EdgeKey, socket.socket]:
         """The sockets that peers made for `keys`; InitError at `deadline` names the ranks that did not come."""
         with self._news:
-            missing = self._await(keys, deadline, check)
+            self._lacking.update(keys)
+            try:
+                missing = self._await(keys, deadline, check)
+            finally:
+                self._lacking.difference_update(keys)
             if missing:
                 ranks = spell_ranks({key.src for key in missing})
                 edges = "; ".join(map(str, missing[:3])) + ("; ..." if len(missing) > 3 else "")
@@ -256,6 +262,8 @@ class Listener:
         if key.life > 0 and self.mending is not None:
             came = self.mending.admit(key, hurried=hurried)
         with self._news:
+            begins = came is None and self._begins(key)
+            came = Came(0) if begins else came
             yields = came is None if key.life > 0 else hurried and key in self._outgoing
             told = b"" if came is None else CAME.pack(*came)
             try:
@@ -265,7 +273,7 @@ class Listener:
                 log.debug("%s: %s", name, spell_error(error))
                 yields = True
             if not yields:
-                promise = _Promise(sock, key, hurried)
+                promise = _Promise(sock, key, hurried, begins)
                 self._promises.add(promise)
         if yields:
             sock.close()
@@ -273,23 +281,32 @@ class Listener:
             answer = bytearray()
             self._selector.register(sock, selectors.EVENT_READ, lambda _: self._confirm(promise, answer))
 
+    def _begins(self, key: EdgeKey) -> bool:
+        """Whether a link begins here with a connection that is made again: the one before broke when the connector had
+        confirmed it, and this end did not hear. Under `_news`."""
+        first = key._replace(life=0)
+        known = first in self._arrived or any(each.key._replace(life=0) == first for each in self._promises)
+        return key.life > 0 and first in self._lacking and not known
+
     def _confirm(self, promise: _Promise, answer: bytearray) -> None:
         """The connector of an admitted connection has answered, or given it up."""
-        sock, key, _ = promise
-        wanted = 1 + (CAME.size if key.life > 0 else 0)
+        sock, key, _, begins = promise
+        wanted = 1 + (CAME.size if key.life > 0 else 0) + (len(TAKEN) if begins else 0)
         try:
             part = sock.recv(wanted - len(answer))
             answer += part
             if part and len(answer) < wanted:
                 return
             confirmed = len(answer) == wanted and answer[:1] == CONFIRMED
+            if confirmed and begins:  # here is no engine yet to say so
+                sock.send(TAKEN, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return
         except OSError as error:
             log.debug("%s: %s", key, spell_error(error))
             confirmed = False
         self._selector.unregister(sock)
-        if key.life > 0:
+        if key.life > 0 and not begins:
             with self._news:
                 self._promises.discard(promise)
             if confirmed and self.mending is not None:
@@ -297,6 +314,7 @@ class Listener:
             else:
                 sock.close()
             return
+        key = key._replace(life=0)
         with self._news:
             self._promises.discard(promise)
             older = self._arrived.pop(key, None) if confirmed else sock
