@@ -31,6 +31,7 @@ class Resource(Protocol):
 
 
 _CLOSING_SECONDS = 5.0
+_BEGINNING_SECONDS = 1.0
 
 _open: dict[int, tuple[Callable[[], Resource | None], Callable[[], None] | None]] = {}
 _closers: set[threading.Thread] = set()
@@ -61,9 +62,20 @@ def start(thread: threading.Thread, resource: Resource, at_exit: Callable[[], No
     except OSError:
         resource.abandon()
         raise
-    except KeyboardInterrupt:  # the thread runs
-        resource.close()
+    except KeyboardInterrupt:
+        if _runs(thread):
+            resource.close()
+        else:
+            resource.abandon()
         raise
+
+
+def _runs(thread: threading.Thread) -> bool:
+    """Of one that lasts, whether it was made before Ctrl-C came: Python knows of it a moment later."""
+    deadline = time.monotonic() + _BEGINNING_SECONDS
+    while not thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return thread.is_alive()
 
 
 def forget(resource: Resource) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,3 +167,43 @@ def test_ctrl_c_in_close_leaves_nothing(launch: Launch) -> None:
     """As `launch` sees."""
     counts = [2, 3, 4, 8, 16, 32, 64, 128]  # at the first one it has not begun
     assert launch(2).run(interrupt_while_closing, counts) == [len(counts), 0]
+
+
+class Interrupted(threading.Thread):
+    """Whose `start` is, before the system has made it, or when it has made it and it does not run yet."""
+
+    def __init__(self, target: Callable[[], Any], *, made: bool) -> None:
+        super().__init__(target=target)
+        self.made = made
+
+    def start(self) -> None:
+        if self.made:
+            threading.Timer(0.05, super().start).start()
+        raise KeyboardInterrupt
+
+
+class Runs:
+    """A resource with a thread. `told`: what was called."""
+
+    def __init__(self, *, made: bool) -> None:
+        self.told, self.over = "", threading.Event()
+        self.thread = Interrupted(self.over.wait, made=made)
+
+    def close(self) -> None:
+        self.told += "close"
+        self.over.set()
+        self.thread.join(10)
+
+    def abandon(self) -> None:
+        self.told += "abandon"
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_ctrl_c_as_a_thread_begins(made: bool) -> None:
+    """Who has one that runs is closed, and waits for it. Nobody waits for one that never will."""
+    resource = Runs(made=made)
+    with pytest.raises(KeyboardInterrupt):
+        lifetime.start(resource.thread, resource)
+    assert resource.told == ("close" if made else "abandon")
+    assert not resource.thread.is_alive()
+    assert resource not in [each for each, _ in lifetime.opened()]
