@@ -27,18 +27,24 @@ SECONDS = 20.0  # for what waits for ranks that hear of a failure later
 def calls(comm: Any, flight: list[tuple[Case, bool]], late: int, seconds: float) -> None:
     if comm.rank == late:
         time.sleep(seconds)
-    wishes = [rank.wish for rank in comm.topology.ranks]
-    if set(wishes) & {"cuda", "hip"}:
+    if {rank.wish for rank in comm.topology.ranks} & {"cuda", "hip"}:
         flight = [(case, False) for case, _ in flight]  # as on GPUs, where arrays are fetched after each
-    if wishes[comm.rank] in ("cuda", "hip"):
-        device = device_of(comm)
-        stream = device.stream()
-        try:
-            run_sequence(OnGpu(comm, device, stream), flight)  # type: ignore[arg-type]
-        finally:
-            device.destroy_stream(stream)
-    else:
-        run_sequence(comm, flight)
+    with on_own(comm) as own:
+        run_sequence(own, flight)
+
+
+@contextlib.contextmanager
+def on_own(comm: Any) -> Iterator[Any]:
+    """`comm` for arrays of the host, which go to this rank's GPU and come back where it uses one."""
+    if comm.topology.ranks[comm.rank].wish not in ("cuda", "hip"):
+        yield comm
+        return
+    device = device_of(comm)
+    stream = device.stream()
+    try:
+        yield OnGpu(comm, device, stream)
+    finally:
+        device.destroy_stream(stream)
 
 
 def fence(comm: hetcoll.Communicator) -> None:
@@ -131,7 +137,9 @@ def of_part(members: Sequence[int]) -> Iterator[None]:
 
 def hurry(comm: hetcoll.Communicator, seconds: float) -> None:
     """Needs all ranks, and has little time."""
-    comm.allreduce(x := np.ones(3000), timeout=seconds)
+    x = np.ones(3000)
+    with on_own(comm) as own:
+        own.allreduce(x, timeout=seconds)
     assert (x == comm.size).all()
 
 
