@@ -124,7 +124,8 @@ class Library:
         return self._addresses
 
     def unique_id(self) -> bytes:
-        """128 bytes that make one communicator, for all of its ranks. The caller's process then listens for them.
+        """128 bytes that make one communicator, for all of its ranks. The caller's process then listens for them until
+        all have come, or for as long as it lives: the library cannot be told that some never will.
 
         Raises
         ------
