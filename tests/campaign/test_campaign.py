@@ -18,6 +18,9 @@ pytestmark = pytest.mark.fakes  # one seed of fifty wants them
 SEEDS = 2000
 PARTS = 50
 LANES = (os.cpu_count() or 1) + 1
+FOUND = (23961, 24627, 38830)
+"""Later ones, which failed once: shared memory where one rank has little room, NCCL's id for a rank that was gone
+before it came, a timeout with GPUs."""
 
 
 def play(seeds: Iterable[int], only: str = "") -> None:
@@ -43,6 +46,10 @@ def play(seeds: Iterable[int], only: str = "") -> None:
 @parametrize("part", range(PARTS), first=1)
 def test_right_results_or_the_right_errors_and_nothing_left(part: int) -> None:
     play(range(part, SEEDS, PARTS))
+
+
+def test_the_same_where_it_went_wrong_once() -> None:
+    play(FOUND * 4)
 
 
 @pytest.mark.parametrize("kind", sorted(NETWORK))

@@ -12,6 +12,7 @@ from .program import CUT, HARMLESS, LOSING, PERHAPS, REGROUPS, WAITING, Program
 SOON = 15.0  # seconds: many times what an error takes, and what ranks take that go on
 CUT_OFF = 25.0  # the same, where it takes seconds to know that a network is cut
 LOST, ABORTED, LATE = "PeerLostError", "AbortedError", "CollectiveTimeoutError"
+_TOO_LITTLE = "in one piece of this rank's"  # `empty`: ranks share as much memory as the least of them has room for
 ALLOWED = {
     **dict.fromkeys(CUT, (LOST, LATE, "InitError")),
     **dict.fromkeys(LOSING, (LOST,)),
@@ -68,6 +69,8 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
     if not phase.error:
         return "" if kind in {*PERHAPS, "half"} else f"rank {rank} was told nothing"
     if phase.part and phase.error == LOST:
+        return ""
+    if kind == "memory" and phase.error == "ArgumentError" and _TOO_LITTLE in phase.text:
         return ""
     if phase.error not in ALLOWED[kind]:
         return f"{what}, wanted one of {ALLOWED[kind]}"
