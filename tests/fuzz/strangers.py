@@ -1,31 +1,30 @@
 """A siege: strangers who connect to every port of a job with a secret, while it starts and runs.
 
-`besiege(n)` ends when n connections were made. Jobs follow one another at one port. In each, ranks make new links all
-the time, and check every result.
+`besiege(n)` ends when n connections were made, or some more. Jobs follow one another at one port. In each, ranks make
+new links all the time, and check every result.
 """
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 import json
+import math
 import os
-import random
 import secrets
-import socket
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hetcoll.rendezvous.connections.auth import CLAIM, GREETING
+from ranks import context, start_server
+
+from .stranger import attack
 
 RANKS = 3
 _JOBS = 3
-_IDLE = 200  # connections that an attacker keeps open
 _SECONDS = 120.0  # that a job may take beyond the siege
 
 # Of each rank: where it listens. Then sums that are right, over links that are new each time, until rank 0 is told to
@@ -80,49 +79,38 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-class Stranger(threading.Thread):
-    """Connects until told to end, to `ports`, which may change."""
+class Siege:
+    """So many attackers, each a process of its own (`stranger`), from now on until `close`."""
 
-    def __init__(self, ports: list[int], seed: int) -> None:
-        super().__init__(daemon=True)
-        self.ports, self.made, self.ended = ports, 0, False
-        self._random = random.Random(seed)
-        self._idle: list[socket.socket] = []
-        self._sources = itertools.cycle(f"127.0.{seed % 250 + 1}.{n}" for n in range(1, 250))
+    def __init__(self, attackers: int) -> None:
+        start_server()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        self._counts = [context.Value(ctypes.c_uint64, lock=False) for _ in range(attackers)]
+        for seed, count in enumerate(self._counts):
+            theirs, ours = context.Pipe(duplex=False)
+            process = context.Process(target=attack, args=(theirs, count, seed))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
 
-    def run(self) -> None:
-        while not self.ended:
-            with suppress(OSError):
-                self._connect()
-        for sock in self._idle:
-            sock.close()
+    @property
+    def made(self) -> int:
+        """Connections so far."""
+        return sum(count.value for count in self._counts)
 
-    def _connect(self) -> None:
-        draw = self._random
-        with ExitStack() as stack:
-            sock = stack.enter_context(socket.socket())
-            sock.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT: each address has all ports
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT
-            sock.settimeout(5)
-            sock.bind((next(self._sources), 0))
-            sock.connect(("127.0.0.1", draw.choice(self.ports)))
-            self.made += 1
-            kind = draw.randrange(8)
-            if kind in (1, 2):
-                sock.sendall(draw.randbytes(draw.randrange(1, 300)))
-            elif kind == 3:
-                sock.recv(GREETING.size, socket.MSG_WAITALL)
-                sock.sendall(b"\1" + draw.randbytes(CLAIM.size - 1))
-                sock.recv(1000)
-            elif kind == 4:
-                sock.sendall(sock.recv(GREETING.size, socket.MSG_WAITALL) * 3)
-            elif kind == 5:
-                sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(draw.choice([0, 1 << 16])))
-            elif kind == 6:
-                stack.pop_all()
-                self._idle.append(sock)
-                if len(self._idle) > _IDLE:
-                    self._idle.pop(0).close()
+    def aim(self, ports: list[int]) -> None:
+        for pipe in self._pipes:
+            pipe.send(ports)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+            process.join()
 
 
 def _job(folder: Path, port: int) -> list[subprocess.Popen[str]]:
@@ -140,11 +128,6 @@ def _job(folder: Path, port: int) -> list[subprocess.Popen[str]]:
     ]  # fmt: skip
 
 
-def _ports(folder: Path) -> Iterator[int]:
-    for path in folder.glob("ports-*[0-9]"):
-        yield from map(int, path.read_text().split())
-
-
 def _end(rank: subprocess.Popen[str]) -> str:
     """What it said, when it has ended in its time."""
     try:
@@ -156,39 +139,37 @@ def _end(rank: subprocess.Popen[str]) -> str:
 
 def besiege(connections: int, folder: Path, port: int, attackers: int = 2) -> Outcome:
     """Jobs at `port` under so many connections of strangers in all."""
-    outcome, pause = Outcome(), threading.Event()
-    strangers = [Stranger([port], seed) for seed in range(attackers)]
-    for stranger in strangers:
-        stranger.start()
-    for number in range(_JOBS):
-        where = folder / str(number)
-        where.mkdir()
-        job = _job(where, port)
-        enough = connections * (number + 1) // _JOBS
-        while all(rank.poll() is None for rank in job) and sum(each.made for each in strangers) < enough:
-            pause.wait(0.1)
-            for stranger in strangers:
-                stranger.ports = [port, *_ports(where)]
-        (where / "stop").touch()
-        said = [_end(rank) for rank in job]
-        for stranger in strangers:
-            stranger.ports = [port]
-        rows = [list(map(int, line.split()[1:])) for text in said for line in text.splitlines() if "HELD" in line]
-        if any(rank.returncode for rank in job) or len(rows) != RANKS:
-            outcome.problems.append(f"job {number} failed:\n" + "\n".join(text[-3000:] for text in said))
-            continue
-        outcome.rounds += rows[0][4]
-        grown = [(after - before, more - some) for before, some, after, more, _ in rows]
-        outcome.grown = (
-            max(outcome.grown[0], *(each for each, _ in grown)),
-            max(outcome.grown[1], *(d for _, d in grown)),
-        )
-    for stranger in strangers:
-        stranger.ended = True
-    for stranger in strangers:
-        stranger.join(10)
-    outcome.connections = sum(stranger.made for stranger in strangers)
+    outcome = Outcome()
+    with closing(Siege(attackers)) as siege:
+        for number in range(_JOBS):
+            where = folder / str(number)
+            where.mkdir()
+            _withstand(siege, where, port, -(-connections // _JOBS), outcome)
+        outcome.connections = siege.made
     return outcome
+
+
+def _withstand(siege: Siege, where: Path, port: int, connections: int, outcome: Outcome) -> None:
+    """One job, until there were so many connections since it was known where its ranks listen."""
+    siege.aim([port])
+    job, pause, enough = _job(where, port), threading.Event(), math.inf
+    while all(rank.poll() is None for rank in job) and siege.made < enough:
+        pause.wait(0.1)
+        files = [where / f"ports-{rank}" for rank in range(RANKS)]
+        if enough == math.inf and all(file.exists() for file in files):
+            enough = siege.made + connections
+            siege.aim([port, *(int(each) for file in files for each in file.read_text().split())])
+    (where / "stop").touch()
+    said = [_end(rank) for rank in job]
+    rows = [list(map(int, line.split()[1:])) for text in said for line in text.splitlines() if "HELD" in line]
+    if any(rank.returncode for rank in job) or len(rows) != RANKS:
+        outcome.problems.append(f"job {where.name} failed:\n" + "\n".join(text[-3000:] for text in said))
+        return
+    outcome.rounds += rows[0][4]
+    outcome.grown = (
+        max(outcome.grown[0], *(after - before for before, _, after, _, _ in rows)),
+        max(outcome.grown[1], *(more - some for _, some, _, more, _ in rows)),
+    )
 
 
 def main(connections: int, folder: Path) -> int:

@@ -76,10 +76,11 @@ def test_what_failed_can_be_given_again(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_jobs_with_a_secret_start_and_run_through_a_siege(tmp_path: Path) -> None:
-    outcome = besiege(1500, tmp_path, free_port())
+    outcome = besiege(6000, tmp_path, free_port())
     assert outcome.problems == []
-    assert outcome.connections >= 1500
+    assert outcome.connections >= 6000
     assert outcome.rounds >= 15
     bytes_more, descriptors_more = outcome.grown
     assert bytes_more < 32 << 20, outcome  # what they have to prove, at most, and not a byte for each
-    assert descriptors_more <= 128 + 64, outcome  # connections that have yet to prove anything, and links under way
+    # Connections that have yet to prove anything, at the store and two communicators' links; and links under way.
+    assert descriptors_more <= 3 * 128 + 64, outcome
