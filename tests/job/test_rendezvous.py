@@ -360,11 +360,9 @@ def test_the_error_says_where_rank_0_was_looked_for() -> None:
     refused = r"not found within \d\.\d s: 127.0.0.1:{}.* and {} more: connection refused"
     with pytest.raises(InitError, match=refused.format(port, r"\d+")):  # 30, unless somebody else listens at some
         bootstrap(torch_style(2, port)[1], Config(init_timeout=2.0))  # time to try them all
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", port))
-        silent.listen()
-        with pytest.raises(InitError, match=rf"127.0.0.1:{port}\b[^;]*: no answer"):  # maybe not there alone
-            bootstrap(torch_style(2, port)[1], Config(init_timeout=0.5))
+    no_answer = rf"127.0.0.1:{port}\b[^;]*: no answer"  # maybe not there alone
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(InitError, match=no_answer):
+        bootstrap(torch_style(2, port)[1], Config(init_timeout=0.5))
     launch = Launch(1, 2, None, None, ("no-such-host.invalid", port), "torchrun", "j")
     with pytest.raises(InitError, match=r"no-such-host\.invalid: "):
         bootstrap(launch, Config(init_timeout=0.3))
@@ -384,6 +382,27 @@ def test_nobody_takes_itself_for_rank_0() -> None:
         pytest.raises(InitError, match=r"127\.0\.0\.1:40000, .*: connection refused$"),
     ):
         pool.submit(search).result(20)
+
+
+@pytest.mark.parametrize("given", ["40000 40000", "1024 65535"])
+def test_a_free_port_of_the_tests_is_given_to_nobody_else(given: str) -> None:
+    """Whatever ports the kernel gives to those that ask for any."""
+
+    def look() -> None:
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text(given)
+        port = free_port()
+        first, last = map(int, given.split())
+        assert first <= port <= last
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", port))
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text(f"{port} {port}")
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", 0))
+        with pytest.raises(OSError, match="annot assign"):
+            socket.create_connection(("127.0.0.1", port), 5)
+
+    with netns.network(1) as net, ThreadPoolExecutor(1, initializer=netns.enter, initargs=(net.hosts[0],)) as pool:
+        pool.submit(look).result(20)
 
 
 def test_mpi_ranks_of_one_host_need_no_address() -> None:

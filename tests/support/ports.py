@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import socket
-from pathlib import Path
+
+_held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that is free, and stays so: the kernel gives it to no socket that asks for any port."""
-    given_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port := random.randrange(10_000, given_from)))
-            except OSError:
-                continue
-            return port
+    """A port that is free, and stays so while this process lives: a socket has it, on which nobody listens. The kernel
+    gives it to none that asks for any port, and lets others listen there by its number (SO_REUSEADDR)."""
+    _held.append(sock := socket.socket())
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("", 0))
+    port: int = sock.getsockname()[1]
+    return port
