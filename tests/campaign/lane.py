@@ -10,6 +10,7 @@ import multiprocessing as mp
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -170,11 +171,17 @@ class Lane:
         return text.decode(errors="replace")[-5000:]
 
     def _stacks(self, seat: Seat) -> str:
-        """Where a rank's threads stand."""
+        """Where a rank's threads stand. Where its main thread runs no Python `faulthandler` says so, which reads what
+        other threads change meanwhile: with Python 3.12 that may be the process's end."""
         os.kill(seat.pid, signal.SIGCONT)
-        os.kill(seat.pid, signal.SIGUSR2)
-        time.sleep(0.5)
-        return self._said()
+        said = self._said()
+        for ask in (signal.SIGUSR2, signal.SIGQUIT):
+            os.kill(seat.pid, ask)
+            deadline = time.monotonic() + PATIENCE
+            while _STAND not in said and time.monotonic() < deadline:
+                time.sleep(0.01)
+                said += self._said()
+        return said
 
     def _left_behind(self) -> list[str]:
         """Processes that do not end: a child that was forked when its parent was killed does so by itself."""
@@ -192,6 +199,7 @@ class Lane:
 
 
 _SPOIL = ("files", "memory", "sizes")  # limits stay as they are
+_STAND = "(most recent call first)"
 
 
 # In a rank's process.
@@ -204,7 +212,8 @@ def _sit(pipe: Connection, device: str, output: str) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
+    signal.signal(signal.SIGUSR2, _tell_stacks)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, lambda *_: None)
     if device != "c":
@@ -226,6 +235,16 @@ def _sit(pipe: Connection, device: str, output: str) -> None:
         if set(orders.program.devices) != {"c"} and orders.program.attack.kind in REGROUPS:
             _allow_an_id(before)
         pipe.send(_left(before))
+
+
+def _tell_stacks(*_: object) -> None:
+    """In one write: a rank that hangs may be in the midst of another."""
+    lines = []
+    for thread, frame in sys._current_frames().items():
+        lines.append(f"Thread {thread:#x} {_STAND}:")
+        for each, line in traceback.walk_stack(frame):
+            lines.append(f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}')
+    os.write(2, "\n".join([*lines, ""]).encode())
 
 
 def _dress(orders: Orders) -> None:
