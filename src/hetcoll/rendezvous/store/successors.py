@@ -99,6 +99,8 @@ class Successors:
         if not self._begun and self._charge:
             self._begun = True
             self._refresh()
+            if self._due:  # a newcomer may not have said where it listens; all go on now, and this store may die
+                self._tell()
 
     def stand(self, member: Member, request: int, _: bytes, places: bytes) -> None:
         """A member listens, and says where; nothing: it cannot."""
