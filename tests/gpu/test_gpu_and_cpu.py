@@ -314,6 +314,27 @@ def test_a_killed_rank_is_named(killed: int, tmp_path: Path) -> None:
         assert f"rank {killed}" in str(outcome.error)
 
 
+def leave_while_others_need_it(comm: hetcoll.Communicator, leaver: int) -> None:
+    """In a reduction to rank 1, who does not wait for all ranks itself."""
+    own = Own(comm, np.ones(1009, np.float32))
+    comm.allreduce(own.array).wait(60)
+    if comm.rank == leaver:
+        return comm.close()
+    for _ in range(100):
+        comm.reduce(own.array, root=1).wait(60)
+    raise AssertionError("it did not fail")
+
+
+@parametrize("leaver", [0, 2], first=1)
+def test_a_rank_that_has_left_while_it_is_needed(leaver: int) -> None:
+    """A GPU's rank, and one without."""
+    for outcome in outcomes_of("nacn", leave_while_others_need_it, leaver):
+        if outcome.rank != leaver:
+            assert isinstance(outcome.error, PeerLostError), outcome.trace
+            assert outcome.error.rank == leaver
+            assert outcome.seconds < 50
+
+
 def reduce_unless(comm: hetcoll.Communicator, absent: int) -> None:
     own = Own(comm, np.ones(1009, np.float32))
     comm.allreduce(own.array).wait(60)

@@ -120,6 +120,51 @@ def test_a_rank_that_is_gone(gpus: Launch, islands: str, count: int, then: str, 
         assert seconds < 20
 
 
+def need_one_that_left(comm: hetcoll.Communicator, count: int, leaver: int, what: str) -> tuple[Any, float]:
+    """Rank `leaver` closes after the first call; what the others begin then cannot end without it."""
+    made = warm_up(comm, count)
+    comm.barrier()
+    if comm.rank == leaver:
+        comm.close()
+        return None, 0.0
+    begun = time.monotonic()
+    try:
+        if what == "recv":
+            comm.recv(made.buffer(), leaver).wait(60)
+        comm.allreduce(made.buffer()).wait(60)
+    except CommunicationError as error:
+        return error, time.monotonic() - begun
+    return None, 0.0
+
+
+def check_left(ranks: Ranks, leaver: int, count: int, what: str) -> None:
+    for rank, (error, seconds) in enumerate(ranks.run(need_one_that_left, count, leaver, what, timeout=100)):
+        if rank != leaver:
+            assert isinstance(error, PeerLostError), error
+            assert error.rank == leaver
+            assert seconds < 20
+
+
+@WAYS
+def test_a_rank_that_has_left_while_it_is_needed(gpus: Launch, islands: str, count: int) -> None:
+    check_left(gpus(islands), 1, count, "allreduce")
+
+
+@parametrize(("islands", "count"), [(APART, LARGE), (APART, 100), (TOGETHER, 100)], first=1)
+def test_a_message_of_a_rank_that_has_left(gpus: Launch, islands: str, count: int) -> None:
+    check_left(gpus(islands), 0, count, "recv")
+
+
+@pytest.mark.fakes
+def test_an_island_among_hosts_that_a_rank_has_left() -> None:
+    """Nothing is shared by its ranks but the library: what that rank has called is known by its goodbye."""
+    ranks = ranks_on(STAND_INS, ["cuda"] * 3, {"HETCOLL_HOST_ID": ("a", "b", "b")}, timeout=60)
+    try:
+        check_left(ranks, 1, 100, "allreduce")
+    finally:
+        ranks.kill_all()
+
+
 @WAYS
 def test_a_rank_that_never_calls(gpus: Launch, islands: str, count: int) -> None:
     ranks = gpus(islands, HETCOLL_TIMEOUT="4")

@@ -23,7 +23,7 @@ import hetcoll._native as _native
 from ..calls import Call, Message, descriptor
 from ..calls.buffers import Buffer
 from ..config.limits import Held
-from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks
+from ..errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.executor import FastPath
@@ -131,6 +131,7 @@ class GpuExecutor:
                 share.awaited,
                 self._edges.progress,
                 self._islands.error,
+                self._still,
                 self._stuck,
                 self._broken,
                 self._release,
@@ -307,6 +308,10 @@ class GpuExecutor:
             self._broken(problem)
         raise self._diagnosis.error()
 
+    def _still(self) -> None:
+        with contextlib.suppress(CommunicationError):  # all ranks hear of it, and `fail` lets go here
+            self._share.check_needed({*self._watch.waits(), *self.messages.awaited})
+
     def _stuck(self, seconds: float) -> None:
         """Nothing has moved for so long: the verdict says where everyone stands."""
         behind, where = self._share.standing(self._watch.waits())
@@ -388,10 +393,11 @@ class GpuExecutor:
     def close(self, timeout: float = 5.0) -> None:
         """Give everything back, once the device is done or, after `timeout` seconds, made to be."""
         deadline = time.monotonic() + timeout
-        while not self._watch.quiet():
-            if time.monotonic() > deadline:
-                self._release()
-            time.sleep(0.001)
+        with self._watch.patient():
+            while not self._watch.quiet():
+                if time.monotonic() > deadline:
+                    self._release()
+                time.sleep(0.001)
         self._segment.release_kernels(self._share.here)  # of a replay that began just now: drivers wait for it below
         self._compression.forget()
         self._proxies.close(deadline)

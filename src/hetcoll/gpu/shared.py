@@ -149,6 +149,15 @@ class GpuShare:
     def _text(self, rank: int, number: int) -> str:
         return self.ledger.text(self._wiring.locals.index(rank), number) or "something else"
 
+    def check_needed(self, awaited: Collection[int]) -> None:
+        """Raise where what does not move here needs a rank that has left: then every rank is told. It is one that is
+        `awaited`, or has not called what this one has; ranks of other hosts have said how much when they left."""
+        ledgers = [(self.locals, self.ledger), *tuple(self._edges.items())]
+        counts = [(ledger.calls(ranks.index(self.rank)), rank, ledger.calls(place))
+                  for ranks, ledger in ledgers for place, rank in enumerate(ranks)]  # fmt: skip
+        self._diagnosis.check_present({rank for mine, rank, calls in counts if calls < mine}.union(awaited))
+        self._diagnosis.check_counts()
+
     def awaited(self) -> list[int]:
         """The ranks for which a kernel of this one has been seen to wait since the last look."""
         return [self.locals[place] for place in self.segment.awaited(self.here)]

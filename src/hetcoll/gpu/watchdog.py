@@ -2,14 +2,14 @@
 
 It sleeps while nothing is in flight, and looks now and then where calls were captured into graphs: a replayed kernel
 that waits says for whom, again and again (``devices/kernels/waits.h``). What does not move for the communicator's
-timeout is ended on every rank, by a verdict that says who called what; what failed elsewhere lets the streams here go,
-again and again until they are idle, since a peer's stream may still write a word after we did.
+timeout is ended on every rank, by a verdict that says who called what, and within seconds where a rank that it needs
+has left. What failed elsewhere lets the streams here go, again and again until they are idle, since a peer's stream
+may still write a word after we did.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -18,13 +18,15 @@ _PAUSE = 0.25  # seconds between looks while something is in flight
 _RELEASE_PAUSE = 0.01
 _REPLAYS_PAUSE = 1.0  # seconds between looks for replays of graphs, which begin without a word to the host
 _SAID = 0.5  # seconds for which it holds that a kernel waits: it says so every few milliseconds
+_STILL = 2 * _SAID  # seconds without a move after which who left may be missed: what they had sent has come by then
 
 
 class GpuWatch:
     """`idle`, `progress` and `problem` (what a library failed with, or None) are asked while something is in flight.
 
     `awaited`, asked where calls were captured, says for whom kernels have been seen to wait since the last time.
-    `stuck` is told the seconds that nothing moved, `broken` the problem; `release` lets go of streams.
+    `still` is asked to look, again and again, where nothing has moved for a while. `stuck` is told the seconds that
+    nothing moved, `broken` the problem; `release` lets go of streams.
     """
 
     def __init__(
@@ -33,17 +35,18 @@ class GpuWatch:
         awaited: Callable[[], Collection[int]],
         progress: Callable[[], int],
         problem: Callable[[], str | None],
+        still: Callable[[], None],
         stuck: Callable[[float], None],
         broken: Callable[[str], None],
         release: Callable[[], None],
         timeout: float,
     ) -> None:
         self._idle, self._awaited, self._progress, self._problem = idle, awaited, progress, problem
-        self._stuck, self._broken, self._release = stuck, broken, release
+        self._still, self._stuck, self._broken, self._release = still, stuck, broken, release
         self._timeout = timeout
         self._wake = threading.Event()
         self._failed = threading.Event()
-        self._ended = False
+        self._ended = self._patient = False
         self._pause: float | None = None  # between looks while nothing is known to be in flight; None: there are none
         self._waits: Collection[int] = ()
         self._until = 0.0  # when that no longer holds
@@ -58,11 +61,11 @@ class GpuWatch:
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
         """What does not move is left alone for as long as the block runs: it looks after that itself."""
-        usual, self._timeout = self._timeout, math.inf
+        self._patient = True
         try:
             yield
         finally:
-            self._timeout = usual
+            self._patient = False
 
     def look_for_replays(self) -> None:
         """From now on something may be in flight at any time."""
@@ -116,9 +119,11 @@ class GpuWatch:
             if problem is not None:
                 self._broken(problem)
                 self._failed.set()
-            elif now != moved:
+            elif now != moved or self._patient:
                 moved, since = now, time.monotonic()
-            elif time.monotonic() - since > self._timeout:
-                self._stuck(time.monotonic() - since)
+            elif (seconds := time.monotonic() - since) > self._timeout:
+                self._stuck(seconds)
                 self._failed.set()
+            elif seconds > _STILL:
+                self._still()
             self._failed.wait(_PAUSE)

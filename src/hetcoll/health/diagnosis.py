@@ -100,6 +100,7 @@ class Diagnosis:
         self._left: set[int] = set()
         self._report: tuple[Kind, int, str] | None = None
         self._asked = -PATIENCE  # when another rank asked last
+        self._counted = -PATIENCE  # when this one asked for `check_counts`
         self.answers: dict[str, Callable[[int], Any]] = {}
         """Of other questions than what this rank is in: what to answer which rank, as JSON."""
         self.warn_after = 0.0  # seconds; see `StallDetector`
@@ -267,6 +268,13 @@ class Diagnosis:
         gone = self._left.intersection(peers)
         if gone:
             raise self._needed(gone)
+
+    def check_counts(self) -> None:
+        """Raise when a rank has left before a collective that another one has called; asks all ranks now and then, once
+        one has left."""
+        if self._left and time.monotonic() - self._counted > PATIENCE:
+            self._counted = time.monotonic()
+            self.look({}, math.inf)
 
     def deserted(self) -> bool:
         """Whether all other ranks have left in order."""

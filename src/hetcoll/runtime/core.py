@@ -381,8 +381,7 @@ class Core:
             return
         self.activity.close()
         self.log_news()
-        counts = self.gpus.executor is None and self.gpus.cpu_rank is None  # all calls: the engine knows none of GPUs
-        words = self.diagnosis.last_words() if counts else b""
+        words = self.diagnosis.last_words()
         self.engine.set_starts(False)
         for rider in self._riders.values():
             rider.leave()
