@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import unittest.mock
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,17 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll.calls.buffers import element_type
-from hetcoll.errors import BufferTypeError, CollectiveMismatchError, CollectiveTimeoutError, InitError, PeerLostError
+from hetcoll.errors import (
+    AbortedError,
+    BufferTypeError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InitError,
+    PeerLostError,
+)
 from hetcoll.gpu import cpu_rank
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.watchdog import GpuWatch
 from hetcoll.runtime.digest import read
 from hetcoll.types import DType
 from hetcoll.vendors.devices import cuda, hip
@@ -312,6 +321,34 @@ def test_a_killed_rank_is_named(killed: int, tmp_path: Path) -> None:
     for outcome in outcomes:
         assert isinstance(outcome.error, PeerLostError), outcome.trace
         assert f"rank {killed}" in str(outcome.error)
+
+
+def abort_early(comm: hetcoll.Communicator, when: str) -> float:
+    """Rank 0 aborts while its way to the others is made or proved, and stays."""
+
+    def abort(*args: Any) -> str:
+        comm.abort("enough")
+        return "it was aborted"
+
+    unittest.mock.patch("hetcoll.gpu.path_probe.SECONDS", 40.0).start()
+    if when == "proved":
+        unittest.mock.patch("hetcoll.gpu.path_probe.exchange_on", abort).start()
+    elif comm.rank == 0:
+        usual = GpuWatch.__init__
+        unittest.mock.patch.object(GpuWatch, "__init__", lambda *args: (usual(*args), abort())[0]).start()
+    own, begun = Own(comm, np.ones(1009, np.float32)), time.monotonic()
+    with pytest.raises(AbortedError, match="enough"):
+        comm.allreduce(own.array)
+    took = time.monotonic() - begun
+    comm.agree(0, timeout=60)
+    return took
+
+
+@parametrize("when", ["proved", "made"], first=1)
+def test_an_abort_ends_the_proof_of_paths(when: str) -> None:
+    for outcome in outcomes_of("ac", abort_early, when):
+        assert outcome.error is None, outcome.trace
+        assert outcome.value < 30
 
 
 def leave_while_others_need_it(comm: hetcoll.Communicator, leaver: int) -> None:

@@ -92,6 +92,8 @@ class Gpus:
             prepare=self._prepare,
         )
         self._diagnosis.on_failure.append(path.fail)
+        if self._wiring.engine.failed:  # before it was there
+            path.fail()
         self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
         return path
 
@@ -168,7 +170,8 @@ class Gpus:
         if not self._wiring.topology.some_without_gpu:
             return self._meet(label, blob, seconds)
         self._meetings += 1
-        return self._wiring.exchange(f"{label} {self._meetings}", blob, seconds)
+        with self._diagnosis.while_sound():
+            return self._wiring.exchange(f"{label} {self._meetings}", blob, seconds)
 
     def counters(self) -> dict[str, int]:
         """What the path has counted, as `Communicator.counters` tells it."""

@@ -8,13 +8,14 @@ one rank finds out it posts as a verdict, so that all ranks raise the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -211,6 +212,25 @@ class Diagnosis:
         """The verdict of this rank alone."""
         assert self._engine is not None
         self._settle(self._engine, kind, peer, text)
+
+    @contextlib.contextmanager
+    def while_sound(self) -> Iterator[None]:
+        """What the block asks the store for ends when the communicator fails, and raises what that failed with."""
+        assert self._engine is not None
+        try:
+            with self._session.control.while_wanted(self._group) as give_up:
+                end = functools.partial(give_up, "the communicator has failed")
+                self.on_failure.append(end)
+                try:
+                    if self._engine.failed:
+                        end()
+                    yield
+                finally:
+                    self.on_failure.remove(end)
+        except (PeerLostError, InitError) as error:
+            if self._engine.failed:
+                raise self.error() from error
+            raise
 
     def fail_as(self, whole: weakref.ref[Diagnosis]) -> None:
         """Where this communicator carries something for another one of the same ranks, and that has failed."""
