@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,6 +177,30 @@ def test_a_killed_rank_is_named_at_once(start: Any, count: int, tmp_path: Path) 
     killed = time.monotonic()
     ranks.kill(2)
     check_lost(ranks.finish(20), 2, killed, 5.0)
+
+
+def receive_from_who_left(comm: hetcoll.Communicator) -> None:
+    """What hears of failed links, to tell the others, is slow."""
+    array = DeviceArray.of(device_of_rank(comm.rank), np.ones(1000, np.float32))
+    usual, heard = Proxies._watch, threading.Event()
+    with unittest.mock.patch.object(Proxies, "_watch", lambda proxies: (heard.wait(30), usual(proxies))):
+        comm.allreduce(array.buffer()).wait(60)
+    if comm.rank == 1:
+        heard.set()
+        return comm.close()
+    try:
+        comm.recv(array.buffer(), 1).wait(20)
+    finally:
+        heard.set()
+
+
+def test_nothing_is_received_from_a_link_that_has_ended(start: Any) -> None:
+    ranks = start("ab")
+    ranks.start(receive_from_who_left)
+    (outcome,) = ranks.finish(60, only=[0])
+    assert isinstance(outcome.error, PeerLostError), outcome.trace
+    assert outcome.error.rank == 1
+    ranks.finish(30, only=[1])
 
 
 def cut_a_socket(comm: hetcoll.Communicator) -> None:

@@ -355,6 +355,7 @@ class GpuExecutor:
         """Raise what the communicator failed with, if it did."""
         if self._engine.failed:
             raise self._diagnosis.error()
+        self._proxies.check()
 
     def paths(self) -> tuple[str, ...]:
         """For people: how data goes from this rank's GPU to every other."""

@@ -212,6 +212,13 @@ class Proxies:
             self._wiring.engine.fail(kind, peer, text)
             self._diagnosis.error()
 
+    def check(self) -> None:
+        """Raise what links have failed with: they let streams go before `_watch` hears of it."""
+        kind, peer, text = (Kind.NONE, -1, "") if self._proxy is None else self._proxy.await_failure(0.0)
+        if kind not in (Kind.NONE, Kind.ABORTED):
+            self._wiring.engine.fail(kind, peer, text)
+            raise self._diagnosis.error()
+
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
         """While the block runs, a link that fails ends what goes to its peer, and nothing else: see `problem`."""
