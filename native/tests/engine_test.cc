@@ -65,6 +65,7 @@ void AcknowledgedBytes();
 void ResetSockets();
 void EncryptedStreams();
 void WrongKeys();
+void EncryptedUntilReset();
 void EncryptedAndAsleep();
 void ChangedRecords();
 void EncryptedLinks();
@@ -462,6 +463,7 @@ constexpr Scenario kScenarios[] = {
     {"mending: resets", ResetSockets},
     {"tls: streams", EncryptedStreams, kAlone},
     {"tls: keys", WrongKeys, kAlone},
+    {"tls: until reset", EncryptedUntilReset, kAlone},
     {"tls: asleep", EncryptedAndAsleep, kAlone},
     {"tls: changed", ChangedRecords, kAlone},
     {"tls: links", EncryptedLinks},

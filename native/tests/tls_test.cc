@@ -131,6 +131,25 @@ void ChangedRecords() {
   CHECK(came == Bytes(3000), "changed bytes were shown");
 }
 
+// A reset is one to both directions, whichever heard of it first, and behind what had come.
+void EncryptedUntilReset() {
+  Ends ends;
+  const Bytes sent(3000, std::byte{5});
+  Bytes came(5000);
+  for (bool shook[2] = {}; !shook[0] || !shook[1];) {
+    if (!shook[0]) shook[0] = SendOne(*ends.tls[0], {std::byte{1}}) == 1;
+    if (!shook[1]) shook[1] = ends.tls[1]->Receive(came.data(), 1) == 1;
+  }
+  CHECK(SendOne(*ends.tls[0], sent) == 3000, "%s", std::strerror(errno));
+  const sockaddr nobody{.sa_family = AF_UNSPEC, .sa_data = {}};
+  CHECK(connect(ends.fds[0], &nobody, sizeof nobody) == 0, "%s", std::strerror(errno));
+  pollfd broken{ends.fds[1], 0, 0};
+  CHECK(poll(&broken, 1, 20000) == 1, "it is not reset");
+  CHECK(ends.tls[1]->Receive(came.data(), came.size()) == 3000, "%s", std::strerror(errno));
+  CHECK(SendOne(*ends.tls[1], sent) == -1 && errno == ECONNRESET, "a send: %s", std::strerror(errno));
+  CHECK(ends.tls[1]->Receive(came.data(), 1) == -1 && errno == ECONNRESET, "a receive: %s", std::strerror(errno));
+}
+
 // Who found nothing to take may sleep until the socket is readable: nothing that came before is left behind it.
 void EncryptedAndAsleep() {
   for (const std::size_t nbytes : {std::size_t{100}, std::size_t{24008}, std::size_t{50000}}) {

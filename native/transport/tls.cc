@@ -307,7 +307,7 @@ void Tls::Flush() {
     if (n >= 0) {
       sent_ += static_cast<std::size_t>(n);
     } else if (errno != EINTR) {
-      errno_ = errno;
+      errno_ = errno == EPIPE && broken_ != 0 ? broken_ : errno;  // why that is so was said to a receive
       return;
     }
   }
