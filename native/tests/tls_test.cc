@@ -16,6 +16,11 @@ namespace {
 
 constexpr TlsKey kKey{std::byte{7}};
 
+ssize_t SendOne(Tls& tls, const Bytes& data) {
+  const iovec piece{const_cast<std::byte*>(data.data()), data.size()};
+  return tls.Send({&piece, 1});
+}
+
 // Two ends of a connection, and what the kernel carries between them.
 struct Ends {
   explicit Ends(const TlsKey& key = kKey, bool ahead = true, std::uint64_t rekey = Tls::kRecords) {
@@ -34,14 +39,18 @@ struct Ends {
   Ends(const Ends&) = delete;
   Ends& operator=(const Ends&) = delete;
 
+  // The client sends a byte, which the server takes.
+  void ShakeHands() const {
+    std::byte came;
+    for (bool shook[2] = {}; !shook[0] || !shook[1];) {
+      if (!shook[0]) shook[0] = SendOne(*tls[0], {std::byte{1}}) == 1;
+      if (!shook[1]) shook[1] = tls[1]->Receive(&came, 1) == 1;
+    }
+  }
+
   int fds[2];
   std::unique_ptr<Tls> tls[2];
 };
-
-ssize_t SendOne(Tls& tls, const Bytes& data) {
-  const iovec piece{const_cast<std::byte*>(data.data()), data.size()};
-  return tls.Send({&piece, 1});
-}
 
 }  // namespace
 
@@ -109,11 +118,7 @@ void ChangedRecords() {
   Ends ends(kKey, false);
   const Bytes sent(3000, std::byte{'a'});
   Bytes came(sent.size());
-  bool shook[2] = {};  // hands
-  while (!shook[0] || !shook[1]) {
-    if (!shook[0]) shook[0] = SendOne(*ends.tls[0], {std::byte{1}}) == 1;
-    if (!shook[1]) shook[1] = ends.tls[1]->Receive(came.data(), 1) == 1;
-  }
+  ends.ShakeHands();
   CHECK(SendOne(*ends.tls[0], sent) == 3000, "%s", std::strerror(errno));
   Bytes wire(10000);
   const ssize_t there = recv(ends.fds[1], wire.data(), wire.size(), MSG_PEEK | MSG_DONTWAIT);
@@ -131,16 +136,14 @@ void ChangedRecords() {
   CHECK(came == Bytes(3000), "changed bytes were shown");
 }
 
-// A reset is one to both directions, whichever heard of it first, and behind what had come.
+// A reset that a receive heard of as it looked for the rest of a record, behind what had come, is one to sends as well.
 void EncryptedUntilReset() {
   Ends ends;
   const Bytes sent(3000, std::byte{5});
   Bytes came(5000);
-  for (bool shook[2] = {}; !shook[0] || !shook[1];) {
-    if (!shook[0]) shook[0] = SendOne(*ends.tls[0], {std::byte{1}}) == 1;
-    if (!shook[1]) shook[1] = ends.tls[1]->Receive(came.data(), 1) == 1;
-  }
+  ends.ShakeHands();
   CHECK(SendOne(*ends.tls[0], sent) == 3000, "%s", std::strerror(errno));
+  CHECK(send(ends.fds[0], "\x17\x03\x03", 3, 0) == 3, "%s", std::strerror(errno));  // how a record begins
   const sockaddr nobody{.sa_family = AF_UNSPEC, .sa_data = {}};
   CHECK(connect(ends.fds[0], &nobody, sizeof nobody) == 0, "%s", std::strerror(errno));
   pollfd broken{ends.fds[1], 0, 0};
@@ -154,11 +157,7 @@ void EncryptedUntilReset() {
 void EncryptedAndAsleep() {
   for (const std::size_t nbytes : {std::size_t{100}, std::size_t{24008}, std::size_t{50000}}) {
     Ends ends;
-    Bytes word(1);
-    for (bool shook[2] = {}; !shook[0] || !shook[1];) {
-      if (!shook[0]) shook[0] = SendOne(*ends.tls[0], {std::byte{1}}) == 1;
-      if (!shook[1]) shook[1] = ends.tls[1]->Receive(word.data(), 1) == 1;
-    }
+    ends.ShakeHands();
     for (const int end : {0, 1}) Tls::Hand(ends.fds[end], std::shared_ptr<Tls>(std::move(ends.tls[end])));
     const auto link = [&](int end) {
       auto shared = std::make_shared<TcpShared>(Integrity::kOff);

@@ -44,6 +44,7 @@ struct SslContext {
   void (*SSL_set_accept_state)(SslState*);
   void (*SSL_set_connect_state)(SslState*);
   int (*SSL_read)(SslState*, void*, int);
+  int (*SSL_pending)(const SslState*);
   int (*SSL_write)(SslState*, const void*, int);
   int (*SSL_get_error)(const SslState*, int);
   int (*SSL_key_update)(SslState*, int);
@@ -116,6 +117,7 @@ struct SslContext {
     RESOLVE(SSL_set_accept_state);
     RESOLVE(SSL_set_connect_state);
     RESOLVE(SSL_read);
+    RESOLVE(SSL_pending);
     RESOLVE(SSL_write);
     RESOLVE(SSL_get_error);
     RESOLVE(SSL_key_update);
@@ -320,7 +322,7 @@ ssize_t Tls::Receive(std::byte* to, std::size_t n) {
   errno_ = 0;
   std::size_t came = 0;
   int got = 1;
-  while (came < n && got > 0) {
+  while (came < n && got > 0 && (came == 0 || Holds())) {
     got = api.SSL_read(ssl_.get(), to + came, static_cast<int>(std::min(n - came, kRecord)));
     if (got > 0) came += static_cast<std::size_t>(got);
   }
@@ -335,6 +337,9 @@ ssize_t Tls::Receive(std::byte* to, std::size_t n) {
   errno = why;
   return failed;
 }
+
+// Whether something is here that the socket does not tell of.
+bool Tls::Holds() const { return read_ < ahead_bytes_ || SslContext::Get().SSL_pending(ssl_.get()) > 0; }
 
 // Why OpenSSL did nothing: 0 at the end of the stream, else -1 and errno. What it has to say to the peer goes first.
 ssize_t Tls::Failed() {

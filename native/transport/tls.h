@@ -42,8 +42,8 @@ class Tls {
   // As sendmsg(2): how many bytes of the pieces the kernel has, encrypted, to the last. Who got less than it offered,
   // or EAGAIN, must offer the bytes that follow next, since some of these may have been encrypted.
   ssize_t Send(std::span<const iovec> pieces);
-  // As recv(2). EBADMSG: what came was changed on the way; EKEYREJECTED: the other end does not have the key. Fewer
-  // than n bytes are all that came.
+  // As recv(2). EBADMSG: what came was changed on the way; EKEYREJECTED: the other end does not have the key. Where
+  // fewer than n bytes came, the socket is readable when there are more.
   ssize_t Receive(std::byte* to, std::size_t n);
 
   // Of the socket that it is now for: the one that took over the descriptor. Reads ahead from here on.
@@ -63,6 +63,7 @@ class Tls {
 
   bool Seal(std::span<const iovec> pieces, std::size_t skip);
   void Flush();
+  bool Holds() const;
   ssize_t Failed();
   ssize_t Fetch(std::byte* to, std::size_t n);
   static int ReadBio(void* bio, char* to, int n);
