@@ -21,8 +21,8 @@ bool Wait(Engine& e, const std::shared_ptr<Transfer>& transfer) {
 // Two ranks with a window each, which is registered; others are told so, and put what they like.
 class Windowed {
  public:
-  explicit Windowed(const JobOptions& options, std::size_t nbytes = kBytes)
-      : job_(options), windows{Pattern(nbytes, 1), Pattern(nbytes, 2)} {
+  explicit Windowed(const JobOptions& options)
+      : job_(OverVerbs(options)), windows{Pattern(kBytes, 1), Pattern(kBytes, 2)} {
     for (int r = 0; r < 2; ++r) {
       registered_.push_back(std::make_unique<Registered>(job_, r, options.rails, windows[static_cast<std::size_t>(r)]));
       Engine& e = engine(r);
@@ -57,6 +57,13 @@ class Windowed {
   std::string Failures() { return engine(0).failure().text + " " + engine(1).failure().text; }
 
  private:
+  static JobOptions OverVerbs(JobOptions options) {
+    options.size = 2;
+    options.over = Over::kVerbs;
+    options.ring_bytes = 64 << 10;
+    return options;
+  }
+
   Job job_;
 
  public:
@@ -81,12 +88,7 @@ std::uint64_t Changed(Engine& e, const char* name, std::uint64_t before) { retur
 // once, by who puts it.
 void PutsAreNotCopied() {
   for (const char* fault : {"", "short=0.5,delay=0.1"}) {
-    Windowed both({.size = 2,
-                   .over = Over::kVerbs,
-                   .rails = 2,
-                   .ring_bytes = 64 << 10,
-                   .fault = fault,
-                   .fabric = {.threaded = true, .overtake = true}});
+    Windowed both({.rails = 2, .fault = fault, .fabric = {.threaded = true, .overtake = true}});
     Engine &from = both.engine(0), &to = both.engine(1);
     const std::vector<Piece> pieces = Shuffled(3);
     const std::uint64_t staged = Counter(from, "staged_bytes"), copied = Counter(to, "copied_bytes");
@@ -114,12 +116,7 @@ void PutsAreNotCopied() {
 // Nor is what is got into registered memory; other memory is written by its processor.
 void GetsAreNotCopied() {
   for (const char* fault : {"", "short=0.5,delay=0.1"}) {
-    Windowed both({.size = 2,
-                   .over = Over::kVerbs,
-                   .rails = 2,
-                   .ring_bytes = 64 << 10,
-                   .fault = fault,
-                   .fabric = {.threaded = true, .overtake = true}});
+    Windowed both({.rails = 2, .fault = fault, .fabric = {.threaded = true, .overtake = true}});
     Engine &owner = both.engine(0), &asks = both.engine(1);
     const std::vector<Piece> pieces = Shuffled(3);
     const std::uint64_t staged = Counter(owner, "staged_bytes"), copied = Counter(asks, "copied_bytes");
@@ -151,11 +148,7 @@ void GetsAreNotCopied() {
 
 // Puts and gets of the same bytes are done one after another, whichever way each goes, and so are pieces that overlap.
 void PutsKeepTheirOrder() {
-  Windowed both({.size = 2,
-                 .over = Over::kVerbs,
-                 .rails = 3,
-                 .ring_bytes = 64 << 10,
-                 .fabric = {.threaded = true, .overtake = true}});
+  Windowed both({.rails = 3, .fabric = {.threaded = true, .overtake = true}});
   const Bytes before = both.windows[1];
   std::vector<Bytes> sources;
   Bytes got(8 * kBytes);  // registered: what is got is read where it lies, and written where it goes
@@ -195,10 +188,7 @@ void PutsWhileRailsDie() {
   for (const int rails : {1, 2}) {
     for (unsigned turn = 0; turn < 8; ++turn) {
       const std::string what = std::to_string(rails) + " rails, turn " + std::to_string(turn);
-      Windowed both({.size = 2,
-                     .over = Over::kVerbs,
-                     .rails = rails,
-                     .ring_bytes = 64 << 10,
+      Windowed both({.rails = rails,
                      .recovery_ns = kSoonNs,
                      .fabric = {.threaded = true, .overtake = true, .resends = true, .seed = turn + 1}});
       for (int k = 0; k < (turn % 2 == 0 ? 1 : rails); ++k) {  // one, or all
@@ -242,10 +232,7 @@ void PutsWhileRailsDie() {
 void BothPutWhileCablesAreCut() {
   for (unsigned turn = 0; turn < 16; ++turn) {
     const std::string what = "turn " + std::to_string(turn);
-    Windowed both({.size = 2,
-                   .over = Over::kVerbs,
-                   .rails = 2,
-                   .ring_bytes = 64 << 10,
+    Windowed both({.rails = 2,
                    .recovery_ns = kSoonNs,
                    .fabric = {.threaded = true, .overtake = true, .resends = true, .seed = turn + 1}});
     std::atomic<bool> over{false};
@@ -289,12 +276,7 @@ void BothPutWhileCablesAreCut() {
 // peer stops by itself, or it hangs and loses its rails.
 void ClosedWhileWritten() {
   for (const bool hangs : {false, true}) {
-    Windowed both({.size = 2,
-                   .over = Over::kVerbs,
-                   .rails = 2,
-                   .ring_bytes = 64 << 10,
-                   .recovery_ns = kSoonNs,
-                   .fabric = {.threaded = true}});
+    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true}});
     for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 1000; });
     const Bytes src = Pattern(kBytes, 9), before = both.windows[1];
     const std::uint64_t bytes = both.job().fabric().bytes(0);
@@ -329,12 +311,7 @@ void ClosedWhileWritten() {
 // gets what was in it, also where it hung.
 void ClosedWhileRead() {
   for (const bool hangs : {false, true}) {
-    Windowed both({.size = 2,
-                   .over = Over::kVerbs,
-                   .rails = 2,
-                   .ring_bytes = 64 << 10,
-                   .recovery_ns = kSoonNs,
-                   .fabric = {.threaded = true, .resends = true}});
+    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true, .resends = true}});
     for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 1000; });
     const Bytes before = both.windows[1];
     const std::uint64_t bytes = both.job().fabric().bytes(2);
@@ -363,7 +340,7 @@ void ClosedWhileRead() {
 // What is checked goes through rings, and is checked there.
 void CheckedPuts() {
   for (const Integrity integrity : {Integrity::kSampled, Integrity::kAll}) {
-    Windowed both({.size = 2, .over = Over::kVerbs, .rails = 2, .recovery_ns = kSoonNs, .integrity = integrity});
+    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .integrity = integrity});
     const std::vector<Piece> pieces = Shuffled(1);
     for (unsigned round = 0; round < 4; ++round) {
       const Bytes src = Pattern(kBytes, round);
@@ -380,7 +357,7 @@ void CheckedPuts() {
 // A rank that dies while it writes, or is written, is named by the other, and nothing is written from then on.
 void DyingWriters() {
   for (const bool writer : {false, true}) {
-    Windowed both({.size = 2, .over = Over::kVerbs, .rails = 2, .ring_bytes = 64 << 10, .fabric = {.threaded = true}});
+    Windowed both({.rails = 2, .fabric = {.threaded = true}});
     for (int n = 0; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 20; });
     const Bytes src = Pattern(kBytes, 9);
     const std::uint64_t bytes = both.job().fabric().bytes(0);

@@ -106,28 +106,16 @@ def exchanged(comm: hetcoll.Communicator, x: np.ndarray) -> np.ndarray:
     return found
 
 
-def until(progress: Progress, name: str) -> None:
-    progress.until(lambda counters: counters[name] > 0)
+@pytest.mark.parametrize(("cables", "shows"), [(["veth2"], "lost_rails"), (["veth1", "veth2"], "tcp_bytes")])
+def test_cables_are_cut(launch: Launch, cables: list[str], shows: str) -> None:
+    """One, or all."""
 
-
-def test_a_cable_is_cut(launch: Launch) -> None:
     def cut(progress: Progress) -> None:
-        unplug("veth2")
-        until(progress, "lost_rails")
+        for cable in cables:
+            unplug(cable)
+        progress.until(lambda counters: counters[shows] > 0)
         all_plugged()
-        until(progress, "recovered_rails")
-
-    for outcome in in_the_middle(verbs(launch, 2, **PROMPT), cut, exchanged):
-        assert outcome.error is None, outcome.trace
-
-
-def test_both_cables_are_cut(launch: Launch) -> None:
-    def cut(progress: Progress) -> None:
-        unplug("veth1")
-        unplug("veth2")
-        until(progress, "tcp_bytes")
-        all_plugged()
-        until(progress, "recovered_rails")
+        progress.until(lambda counters: counters["recovered_rails"] > 0)
 
     for outcome in in_the_middle(verbs(launch, 2, **PROMPT), cut, exchanged):
         assert outcome.error is None, outcome.trace
