@@ -262,3 +262,23 @@ def test_who_waits_for_any_does_not_hide_that_a_rank_has_left(launch: Callable[.
     ranks = launch(3, HETCOLL_TRANSPORT=transport, HETCOLL_TIMEOUT="60")
     for error in ranks.run(_left_in_between)[1:]:
         assert "barrier" in error
+
+
+def _ask_who_left(comm: hetcoll.Communicator) -> None:
+    """Rank 0 has left an answer to one question; no other question takes it for its own."""
+    comm.answer("fruit", lambda asker: f"here, {asker}")
+    comm.barrier()
+    if comm.rank == 0:
+        comm.leave_answers("fruit", ["", "apple", "pear"])
+        comm.close()
+        return
+    mine = ["", "apple", "pear"][comm.rank]
+    wait_until(lambda: comm.ask("fruit", 5.0)[0] == mine)
+    assert comm.ask("fruit", 5.0) == {0: mine, 1: f"here, {comm.rank}", 2: f"here, {comm.rank}"}
+    assert comm.ask("flight recorder", 5.0)[0] is None
+    comm.send(np.zeros(1), 3 - comm.rank, async_op=True)  # neither leaves before the other has asked
+    comm.recv(np.zeros(1), 3 - comm.rank)
+
+
+def test_who_has_left_answers_what_it_wanted_told(launch: Callable[..., Ranks]) -> None:
+    launch(3).run(_ask_who_left)

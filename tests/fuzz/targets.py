@@ -12,7 +12,7 @@ import hetcoll._native as _native
 from hetcoll.cli import compare
 from hetcoll.config.variables import DeviceChoice, DeviceFilter, InterfaceFilter, parse_format
 from hetcoll.errors import ArgumentError, CommunicationError
-from hetcoll.health.desync_report import Answer, Called, Wait
+from hetcoll.health.desync_report import Answer, Called, LastWords, Wait
 from hetcoll.links.edges import Address, pack_addresses, unpack_addresses
 from hetcoll.links.introduction import Process, Reach, read_cards
 from hetcoll.plan import cluster, tuned
@@ -135,6 +135,7 @@ TARGETS: dict[str, Target] = {
     ),
     "a process": Target(Process.read, (bytes(24) + b"host",), (CommunicationError,)),
     "a status report": Target(Answer.decode, (_ANSWER.encode(),), (CommunicationError,)),
+    "last words": Target(LastWords.decode, (LastWords(7, {"?": {"0": 1}}).encode(),), (CommunicationError,)),
     "a plan": Target(
         _plan,
         tuple(find(Collective.ALLREDUCE, name).build(3, 1).encode() for name in ("ring", "tree")),

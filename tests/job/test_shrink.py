@@ -135,7 +135,8 @@ def leave_one_out(comm: hetcoll.Communicator, silent: int, done: Path) -> tuple[
     awake = np.zeros(1)
     while not awake[0]:  # the others' answers to questions in the old group show when it runs again
         works(rest)
-        awake[0] = comm._session.control.query(comm._group, json.dumps([0, []]).encode(), 0.2)[silent] is not None
+        answers, _ = comm._session.control.query(comm._group, json.dumps([0, []]).encode(), 0.2)
+        awake[0] = answers[silent] is not None
         rest.allreduce(awake, op="max")
     works(rest)
     return rest.size, str(caught_here.value)

@@ -129,7 +129,7 @@ def test_everything_goes_through_relays_as_it_goes_without(job: Job) -> None:
     told = [b"%d" % rank for rank in range(SIZE)]
     assert [each.result(30) for each in job.exchange(b"t", job.ranks)] == [told] * SIZE
     last = job.ranks[-1].client
-    assert last.query(WORLD, b"?", 20) == dict(enumerate(told))
+    assert last.query(WORLD, b"?", 20)[0] == dict(enumerate(told))
     assert last.post_verdict(WORLD, b"kind", b"why") == Verdict(b"kind", b"why", SIZE - 1)
     last.put(b"key", b"value")
     for each in job.ranks:
@@ -137,7 +137,7 @@ def test_everything_goes_through_relays_as_it_goes_without(job: Job) -> None:
         assert each.client.get(b"key", 20) == b"value"
     half = [each for each in job.ranks if each.rank % 2]
     job.all([lambda e=e: e.client.join(b"half", e.rank // 2, len(half), e._hear) for e in half])  # type: ignore[misc]
-    assert half[0].client.query(b"half", b"?", 20) == {i: b"%d" % each.rank for i, each in enumerate(half)}
+    assert half[0].client.query(b"half", b"?", 20)[0] == {i: b"%d" % each.rank for i, each in enumerate(half)}
     half[1].client.leave(b"half")
     half[2].wait_for(lambda event: event == Left(1))
     assert job.store.holds().descriptors <= 2 * tree.FAN + 6
@@ -218,12 +218,12 @@ def test_a_relay_that_dies_is_lost_and_nobody_else(phase: str, deep: bool, which
             with pytest.raises(PeerLostError) as error:
                 future.result(30)
             assert error.value.rank == dead.rank
-        answers = left[-1].client.query(WORLD, b"?", 20)
+        answers, _ = left[-1].client.query(WORLD, b"?", 20)
         for each in gone:  # who is still about to leave answers
             assert answers.pop(each.rank) in (None, b"%d" % each.rank)
         assert answers == {dead.rank: None, **{each.rank: b"%d" % each.rank for each in left}}
         if asked is not None:
-            there = asked.result(30)
+            there, _ = asked.result(30)
             assert all(there[each.rank] == b"%d" % each.rank for each in others)
         for each in left:
             if phase == "a verdict":
@@ -240,7 +240,7 @@ def test_a_relay_that_ends_in_order_costs_nobody_anything(job: Job) -> None:
     assert left.client._relay is not None
     left.client._relay.close()  # its process ends as well
     others = [each for each in job.ranks if each is not left]
-    answers = others[0].client.query(WORLD, b"?", 20)
+    answers, _ = others[0].client.query(WORLD, b"?", 20)
     assert [rank for rank, answer in answers.items() if answer is None] == [left.rank]
     for each in others:
         each.wait_for(lambda event: event == Left(left.rank))
@@ -270,7 +270,7 @@ def test_who_leaves_a_relay_that_is_slow_is_not_lost(job: Job, monkeypatch: pyte
     wait_until(lambda: len(held._children) < children, 30)
     other.client.put(b"key", b"through the same relay, behind what it has to say")
     go_on.set()
-    answers = job.ranks[0].client.query(WORLD, b"?", 30)
+    answers, _ = job.ranks[0].client.query(WORLD, b"?", 30)
     assert answers == {rank: b"%d" % rank for rank in range(SIZE)}
     assert not [event for event in job.ranks[0].seen if isinstance(event, Lost)]
 
@@ -292,7 +292,7 @@ def test_a_relay_that_is_stopped_is_left(job: Job, monkeypatch: pytest.MonkeyPat
         time.sleep(0.01)
     answers: dict[int, bytes | None] = {}
     while None in (answers or {0: None}).values() and time.monotonic() < deadline:
-        answers = job.ranks[0].client.query(WORLD, b"?", 3)
+        answers, _ = job.ranks[0].client.query(WORLD, b"?", 3)
     monkeypatch.undo()
     go_on.set()
     assert served
@@ -360,7 +360,7 @@ def test_nobody_is_lost_where_connections_are_reset(seed: int) -> None:
             for turn in range(5):
                 assert [each.result(60) for each in job.exchange(b"%d" % turn, job.ranks)] == [told] * SIZE
                 who = job.ranks[turn].client
-                assert who.query(WORLD, b"?", 30) == dict(enumerate(told))
+                assert who.query(WORLD, b"?", 30)[0] == dict(enumerate(told))
                 who.put(b"key", b"%d" % turn)
                 assert job.ranks[-1].client.get(b"key", 30) == b"%d" % turn
             wait_until(lambda: count[0] > 20, 20)
@@ -387,7 +387,7 @@ def test_a_relay_lets_in_who_knows_the_secret_and_nobody_else(job: Job) -> None:
         pass
     sock.close()
     assert len(served._children) == before
-    assert None not in job.ranks[0].client.query(WORLD, b"?", 20).values()
+    assert None not in job.ranks[0].client.query(WORLD, b"?", 20)[0].values()
 
 
 def test_who_cannot_reach_a_relay_is_sent_to_another(job: Job) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import parser, spell_ranks
 
@@ -102,6 +102,24 @@ class Answer(NamedTuple):
             connecting=tuple(found.connecting),
             handed=tuple((peer, channel, count, messages) for peer, channel, count, messages in found.handed),
         )
+
+
+class LastWords(NamedTuple):
+    """What is told of a rank that has left: how many collectives it has called; by question what each rank that asks is
+    told, by its number."""
+
+    now: int
+    answers: Mapping[str, Mapping[str, Any]]
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    @parser("a rank's last words")
+    def decode(cls, blob: bytes) -> LastWords:
+        """What `encode` made."""
+        now, answers = json.loads(blob)
+        return cls(int(now), {str(question): dict(told) for question, told in answers.items()})
 
 
 Answers = Mapping[int, Answer | None]

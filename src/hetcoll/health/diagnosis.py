@@ -37,6 +37,7 @@ from .desync_report import (
     Answers,
     Called,
     Edge,
+    LastWords,
     doubts,
     find_absent,
     find_deadlock,
@@ -57,7 +58,6 @@ log = logging.getLogger("hetcoll")
 _QUERY_SECONDS = 2.0
 _VERDICT_SECONDS = 2.0
 _REASON_SECONDS = 2.0
-_LEAVING_SECONDS = 1.0
 _MOST_TOLD = 8  # ranks, and messages, of which an error tells
 
 
@@ -105,7 +105,7 @@ class Diagnosis:
         self.answers: dict[str, Callable[[int], Any]] = {}
         """Of other questions than what this rank is in: what to answer which rank, as JSON."""
         self.warn_after = 0.0  # seconds; see `StallDetector`
-        self._last_words: dict[tuple[str, int], Any] = {}  # of ranks that have left
+        self._farewell: dict[str, dict[str, Any]] = {}  # see `leave_answers`
         self.on_failure: list[Callable[[], None]] = []
         """What ends what the engine does not know of."""
 
@@ -404,32 +404,20 @@ class Diagnosis:
         return [rank for rank, answer in others.items() if now not in answer.calls and answer.now < now]
 
     def ask(self, question: str, seconds: float) -> dict[int, Any]:
-        """What the ranks' `answers` to it are; None from one that gave none in time."""
-        answers = self._session.control.query(self._group, json.dumps(question).encode(), seconds)
+        """What the ranks' `answers` to it are, and of those that have left what they wanted told; None from one that
+        gave none in time."""
+        answers, words = self._session.control.query(self._group, json.dumps(question).encode(), seconds)
         told = {rank: None if blob is None else json.loads(blob) for rank, blob in answers.items()}
-        return told | {rank: self._last_answer(question, rank) for rank in tuple(self._left)}
-
-    def _last_answer(self, question: str, rank: int) -> Any:
-        """What a rank that has left would answer this one."""
-        if (question, rank) not in self._last_words:
-            words: list[Any] = [None] * self._size
-            with contextlib.suppress(InitError):  # it left none
-                words = json.loads(self._session.control.get(self._last_key(question, rank), 0.0))
-            self._last_words[question, rank] = words[self._rank]
-        return self._last_words[question, rank]
-
-    def last_words(self) -> bytes:
-        """What other ranks are answered when this one has left: how many collectives it has called."""
-        return b"" if self._engine is None else Answer(self._engine.collectives, {}).encode()
+        left = {rank: LastWords.decode(blob).answers.get(question, {}) for rank, blob in words.items()}
+        return told | {rank: each.get(str(self._rank)) for rank, each in left.items()}
 
     def leave_answers(self, question: str, answers: Sequence[Any]) -> None:
-        """For when this rank has left: what each rank is told then."""
-        with contextlib.suppress(HetcollError):  # the store may be gone, and with it who would ask
-            blob = json.dumps(answers).encode()
-            self._session.control.put(self._last_key(question, self._rank), blob, _LEAVING_SECONDS)
+        """For when this rank has left: what each rank is told then, where that is not 0 or None."""
+        self._farewell[question] = {str(rank): each for rank, each in enumerate(answers) if each}
 
-    def _last_key(self, question: str, rank: int) -> bytes:
-        return b"/".join((b"last words", self._group, str(rank).encode(), question.encode()))
+    def last_words(self) -> bytes:
+        """For the goodbye."""
+        return b"" if self._engine is None else LastWords(self._engine.collectives, self._farewell).encode()
 
     def _ask(self, edges: Sequence[Edge] = (), deadline: float = math.inf) -> Answers:
         """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone.
@@ -439,8 +427,9 @@ class Diagnosis:
         seconds = min(_QUERY_SECONDS, max(0.0, deadline - time.monotonic()))
         try:
             blob = json.dumps((self._reporter.since(), edges)).encode()
-            answers = self._session.control.query(self._group, blob, seconds)
-            return {rank: Answer.decode(blob) if blob else None for rank, blob in answers.items()}
+            answers, words = self._session.control.query(self._group, blob, seconds)
+            told = {rank: Answer.decode(blob) if blob else None for rank, blob in answers.items()}
+            return told | {rank: Answer(LastWords.decode(blob).now, {}) for rank, blob in words.items()}
         except HetcollError:
             return {}
 

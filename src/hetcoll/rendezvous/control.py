@@ -116,7 +116,7 @@ class ControlClient:
             (membership.host,) = U32.unpack(frame.fields[0])
 
     def leave(self, group: bytes, words: bytes = b"", *, timeout: float | None = None) -> None:
-        """Say goodbye to a group: its other members see `Left`, and what they `query` is answered by these words."""
+        """Say goodbye to a group: its other members see `Left`, and are told these `words` when they `query`."""
         self._call(Op.LEAVE, (group, words), timeout, group)
         with self._lock:
             self._groups.pop(group, None)
@@ -170,10 +170,12 @@ class ControlClient:
         with contextlib.suppress(OSError):  # the store is lost, then, which everybody hears
             self._uplink.send(Op.POST, pack((group, kind, blob)), next(self._numbers), _LITTLE)
 
-    def query(self, group: bytes, blob: bytes, timeout: float) -> dict[int, bytes | None]:
-        """Ask all members, this one too; each rank's answer, or None from one that did not give any in `timeout`."""
-        answers = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group).fields
-        return {rank: answer[1:] if answer else None for rank, answer in enumerate(answers)}
+    def query(self, group: bytes, blob: bytes, timeout: float) -> tuple[dict[int, bytes | None], dict[int, bytes]]:
+        """Ask all members, this one too; each rank's answer, or None from one that did not give any in `timeout`. And
+        the last words of those that have left: see `leave`."""
+        told = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group).fields
+        answers = {rank: each[1:] if each[:1] == b"\1" else None for rank, each in enumerate(told)}
+        return answers, {rank: each[1:] for rank, each in enumerate(told) if each[:1] == b"\2"}
 
     def decide(self, op: Op, fields: tuple[bytes, ...], timeout: float) -> list[bytes]:
         """What the store answers to all that wait for one decision: see `decisions`."""

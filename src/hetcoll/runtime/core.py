@@ -381,10 +381,10 @@ class Core:
             return
         self.activity.close()
         self.log_news()
-        words = self.diagnosis.last_words()
         self.engine.set_starts(False)
         for rider in self._riders.values():
             rider.leave()
+        words = self.diagnosis.last_words()
         self.wiring.settle()
         if self.gpus.executor is not None:
             self.gpus.executor.close()

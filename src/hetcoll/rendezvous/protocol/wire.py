@@ -31,11 +31,11 @@ class Op(IntEnum):
     """What a frame is. Below 64: from a member to the store; from 64 on: from the store to a member."""
 
     JOIN = 1  # group, rank, size, 1 where this process hosts the store, seconds -> rank that hosts it, or NOBODY
-    LEAVE = 2  # group, what this rank answers to questions from now on, or nothing
+    LEAVE = 2  # group, last words: what those who ask this rank from now on are told, or nothing
     EXCHANGE = 3  # group, tag, packed values, packed ones of which only who has the same is told, own value, seconds
     # -> a column for each value: see `columns`; and among few ranks one of own values
     POST = 4  # group, kind, blob -> kind, blob and rank of the group's first verdict
-    QUERY = 5  # group, blob, seconds -> a field a rank: 1 and the answer, or empty
+    QUERY = 5  # group, blob, seconds -> a field a rank: 1 and the answer, 2 and the last words, or empty
     PUT = 6  # key, value
     GET = 7  # key, seconds -> value
     ANSWER = 8  # the number of the question, blob; has no reply

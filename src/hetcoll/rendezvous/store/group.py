@@ -35,9 +35,9 @@ class Group:
     number, and those that failed. `reserved` are members that have yet to join what grew of their group. `formed` once
     all ranks have met in an exchange. `mixed` is why it never will: two processes said that they are the same rank, or
     ranks said different sizes. `watched` is when agreements are looked at next.
-    `leaving` are ranks that said goodbye, of which the others have yet to be told, and `words` what they answer when
-    they are asked. `own` is what ranks told in exchanges, by tag, for those who ask. `answered` are answers of a store
-    that was lost, by operation and key, of a group that was `resumed` after it.
+    `leaving` are ranks that said goodbye, of which the others have yet to be told, and `words` their last ones. `own`
+    is what ranks told in exchanges, by tag, for those who ask. `answered` are answers of a store that was lost, by
+    operation and key, of a group that was `resumed` after it.
     """
 
     name: bytes

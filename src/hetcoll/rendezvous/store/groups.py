@@ -31,7 +31,7 @@ log = logging.getLogger("hetcoll.groups")
 MAX_GROUPS = 1 << 16
 MAX_SIZE = 1 << 20
 MAX_SECONDS = 7 * 86400.0
-_MOST_WORDS = 1 << 10  # bytes that are kept of a rank that left
+_MOST_WORDS = 1 << 20  # bytes that are kept of a rank that left: some for each rank of the largest jobs
 _GATHER = 0.02  # seconds in which goodbyes are gathered, and told together
 _GATHER_A_RANK = 50e-6  # seconds more for each rank: telling all of them takes longer, too
 
@@ -250,7 +250,7 @@ class Groups:
             member.send(Op.REPLY, text.encode(), request, Status.TIMEOUT)
 
     def keep_words(self, member: Member, fields: list[bytes]) -> None:
-        """What a member that leaves a group answers from now on: the group's name and that, if anything."""
+        """The last words of a member that leaves a group: the group's name and these, if any."""
         if len(fields) == 2 and fields[0] in member.ranks and 0 < len(fields[1]) <= _MOST_WORDS:
             self._groups[fields[0]].words[member.ranks[fields[0]]] = fields[1]
 

@@ -53,7 +53,7 @@ class Questions:
         """QUERY: ask each rank of a group; a field a rank."""
         group, rank = self._find_current(member, name)
         waiting = {other: position for position, other in group.members.items()}
-        answers = [b"\1" + group.words[other] if other in group.words else b"" for other in range(group.size)]
+        answers = [b"\2" + group.words[other] if other in group.words else b"" for other in range(group.size)]
         question = _Question(member, request, waiting, answers, pack, group)
         self._ask(question, [(other, name) for other in waiting], U32.pack(rank), blob, seconds8)
 
