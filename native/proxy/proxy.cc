@@ -29,7 +29,7 @@ ProxyWorker& Proxy::AddWorker() {
         return true;
       }
     }
-    Fail(fault.kind, fault.peer, text);
+    Break(fault.kind, fault.peer, text);
     return false;
   };
   const auto told = [this](std::vector<std::string> events) {
@@ -96,7 +96,7 @@ bool Proxy::ResumeSocket(const SocketId& id, std::uint32_t number, int socket, c
     return AskMending(
         id, [&](Mending::Resumed& resumed) { return mending_->Resume(id, number, socket, came, resumed); }, false);
   } catch (const Fault& fault) {
-    Fail(fault.kind, fault.peer, fault.what());
+    Break(fault.kind, fault.peer, fault.what());
     return true;
   }
 }
@@ -127,14 +127,11 @@ std::shared_ptr<TcpShared> Proxy::Share() {
 ProxyWorker& Proxy::VerbsWorker() {
   if (verbs_ == nullptr) {
     verbs_ = &AddWorker();
-    if (Stopped()) verbs_->Stop();
+    std::lock_guard lock(mutex_);
+    if (stopped_) verbs_->Stop();
+    if (let_go_) verbs_->LetGo();
   }
   return *verbs_;
-}
-
-bool Proxy::Stopped() const {
-  std::lock_guard lock(mutex_);
-  return stopped_;
 }
 
 int Proxy::AddNic(NicInfo info, const VerbsApi& api) {
@@ -271,12 +268,21 @@ void Proxy::Stop() {
   for (auto& worker : workers_) worker->Stop();
 }
 
-void Proxy::Fail(FaultKind kind, int peer, const std::string& text) {
+void Proxy::Break(FaultKind kind, int peer, const std::string& text) {
   {
     std::lock_guard lock(mutex_);
     if (!stopped_) failure_ = {kind, peer, text};
   }
   Stop();
+}
+
+void Proxy::Fail(FaultKind kind, int peer, const std::string& text) {
+  Break(kind, peer, text);
+  {
+    std::lock_guard lock(mutex_);
+    let_go_ = true;
+  }
+  for (auto& worker : workers_) worker->LetGo();
 }
 
 Failure Proxy::AwaitFailure(std::int64_t until) {

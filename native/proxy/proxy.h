@@ -126,7 +126,8 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   void Leave(int peer);
 
   // Ends everything: streams that wait for a word of this proxy are let go, now and later, and what is in the slots is
-  // of no value. The first failure is kept. Callable from any thread.
+  // of no value. The first failure is kept. Callable from any thread. A link that fails ends everything, too, but keeps
+  // the streams: they would pass on what they find to ranks that have not heard of it.
   void Fail(FaultKind kind, int peer, const std::string& text);
   // Waits for that, or for Close, or for events to take, or until `until` (NowNs); kNone where nothing failed.
   Failure AwaitFailure(std::int64_t until);
@@ -153,8 +154,8 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   std::shared_ptr<TcpShared> Share();
   template <class Fn, class Result>
   Result AskMending(const SocketId& id, Fn&& ask, Result none);
-  bool Stopped() const;
   void Stop();
+  void Break(FaultKind kind, int peer, const std::string& text);
 
   ProxyOptions options_;
   FaultInjector injector_;
@@ -175,6 +176,7 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   std::condition_variable news_;
   Failure failure_;
   bool stopped_ = false;
+  bool let_go_ = false;
 };
 
 // One direction between two ranks.

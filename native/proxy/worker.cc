@@ -46,7 +46,7 @@ ProxyWorker::~ProxyWorker() {
 void ProxyWorker::Own(ProxyLane* lane) {
   std::lock_guard lock(mutex_);
   lanes_.push_back(lane);
-  if (over_) lane->Release();
+  if (over_ && let_go_) lane->Release();
 }
 
 template <class Change>
@@ -105,6 +105,14 @@ void ProxyWorker::Stop() {
   Tell([&] { stop_ = true; });
 }
 
+void ProxyWorker::LetGo() {
+  Tell([&] {
+    stop_ = let_go_ = true;
+    if (!over_) return;  // it does so at its end
+    for (ProxyLane* lane : lanes_) lane->Release();
+  });
+}
+
 void ProxyWorker::Join() {
   if (thread_.joinable()) thread_.join();
 }
@@ -142,7 +150,9 @@ void ProxyWorker::Run() {
     std::lock_guard lock(mutex_);
     over_ = true;
     tasks.swap(tasks_);
-    for (ProxyLane* lane : lanes_) lane->Release();
+    if (let_go_) {
+      for (ProxyLane* lane : lanes_) lane->Release();
+    }
   }
   std::lock_guard lock(late_);
   for (auto& task : tasks) task();

@@ -36,7 +36,9 @@ class ProxyWorker {
   void Post(ProxyLane* lane, const ProxyPart& m);
   // Nothing goes to or comes from this peer any more over the lanes there are; streams that wait for it are let go.
   void Leave(int peer);
+  // Nothing moves any more. Streams go on waiting for what lies still, until they are let go.
   void Stop();
+  void LetGo();
   void Join();
   // In a fork's child: the thread is the parent's, and so are the devices.
   void Abandon();
@@ -86,6 +88,7 @@ class ProxyWorker {
   std::vector<std::packaged_task<void()>> tasks_;
   bool asleep_ = false;
   bool stop_ = false;
+  bool let_go_ = false;
   bool over_ = false;
   std::atomic<bool> news_{false};
   std::thread thread_;

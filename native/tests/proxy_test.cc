@@ -67,6 +67,8 @@ void Leave() {
   gpus.proxies[2]->Close();
   const auto [rank, found] = FirstFailure(gpus);
   CHECK(rank == 0 && found.kind == FaultKind::kPeerGone && found.peer == 2, "%d: %s", found.peer, found.text.c_str());
+  SleepMs(50);  // time for what must not happen: nobody has heard of it yet
+  CHECK(!gpus.queues[0]->Idle(), "the stream of rank 0 went on with what is not there");
   End(gpus);
 }
 

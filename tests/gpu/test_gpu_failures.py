@@ -27,6 +27,7 @@ from hetcoll.errors import (
 )
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.watchdog import GpuWatch
+from hetcoll.health.diagnosis import Diagnosis
 
 Launch = Callable[..., Ranks]
 APART, TOGETHER, NEAR = "0|1|2", "", "direct"  # an island each; one for all; one whose GPUs copy to each other
@@ -254,3 +255,55 @@ def abort_as_others_begin(comm: hetcoll.Communicator) -> float:
 
 def test_who_waits_for_memory_of_the_host_hears_of_a_failure(gpus: Launch) -> None:
     assert max(gpus(APART).run(abort_as_others_begin, timeout=60)) < 30
+
+
+def pass_on(comm: hetcoll.Communicator) -> str:
+    """Rank 1 aborts in place of a message to rank 0, which would pass it on to rank 2. That one hears of it late."""
+    made = warm_up(comm, LARGE)
+    for source, dest in ((1, 0), (0, 2)):  # so that there are links
+        if comm.rank == source:
+            comm.send(made.buffer(), dest).wait(60)
+        elif comm.rank == dest:
+            comm.recv(made.buffer(), source).wait(60)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.3)  # so that the others wait
+        comm.abort("enough")
+        return "aborted"
+    apply = Diagnosis._apply
+    try:
+        if comm.rank == 0:
+            comm.recv(made.buffer(), 1)
+            comm.send(made.buffer(), 2).wait(60)
+        else:
+            work = comm.recv(made.buffer(), 0)
+
+            def hear_late(*args: Any) -> None:
+                deadline = time.monotonic() + 1.0
+                while not work.done and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                time.sleep(0.1)
+                apply(*args)
+
+            with unittest.mock.patch.object(Diagnosis, "_apply", hear_late):
+                work.wait(60)
+    except AbortedError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@parametrize("islands", [APART, TOGETHER, NEAR], first=1)
+def test_nothing_wrong_is_passed_on_to_a_rank_that_has_not_heard_of_the_failure(gpus: Launch, islands: str) -> None:
+    results = gpus(islands).run(pass_on, timeout=100)
+    assert results[0] == results[2] == "rank 1 called abort(): enough"
+
+
+@pytest.mark.fakes
+def test_nothing_wrong_is_passed_on_where_a_link_from_another_host_fails() -> None:
+    """Rank 0 and 2 share a host, and no verdict comes before that link has failed."""
+    ranks = ranks_on(STAND_INS, ["cuda"] * 3, {"HETCOLL_HOST_ID": ("b", "a", "b")}, timeout=60)
+    try:
+        results = ranks.run(pass_on, timeout=100)
+    finally:
+        ranks.kill_all()
+    assert results[0] == results[2] == "rank 1 called abort(): enough"

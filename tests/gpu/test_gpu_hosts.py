@@ -182,16 +182,20 @@ def test_a_killed_rank_is_named_at_once(start: Any, count: int, tmp_path: Path) 
 def receive_from_who_left(comm: hetcoll.Communicator) -> None:
     """What hears of failed links, to tell the others, is slow."""
     array = DeviceArray.of(device_of_rank(comm.rank), np.ones(1000, np.float32))
-    usual, heard = Proxies._watch, threading.Event()
-    with unittest.mock.patch.object(Proxies, "_watch", lambda proxies: (heard.wait(30), usual(proxies))):
+    usual, hears = Proxies._watch, threading.Event()
+    with unittest.mock.patch.object(Proxies, "_watch", lambda proxies: (hears.wait(30), usual(proxies))):
         comm.allreduce(array.buffer()).wait(60)
     if comm.rank == 1:
-        heard.set()
-        return comm.close()
+        hears.set()
+        comm.close()
+        return
+    work = comm.recv(array.buffer(), 1)
     try:
-        comm.recv(array.buffer(), 1).wait(20)
+        with pytest.raises(CollectiveTimeoutError):
+            work.wait(1.0)
     finally:
-        heard.set()
+        hears.set()
+    work.wait(20)
 
 
 def test_nothing_is_received_from_a_link_that_has_ended(start: Any) -> None:

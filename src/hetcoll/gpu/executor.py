@@ -24,6 +24,7 @@ from ..calls import Call, Message, descriptor
 from ..calls.buffers import Buffer
 from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, DeviceError, spell_ranks
+from ..health.all_know import AllKnow
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.executor import FastPath
@@ -77,6 +78,7 @@ class GpuExecutor:
         self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
         self._compression, self._planner = planner.compression, planner
         self._engine = wiring.engine
+        self._all_know = AllKnow(diagnosis, wiring.rank)
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
         self._scratch_bytes = 0
         with device.active(), contextlib.ExitStack() as undo:
@@ -134,6 +136,7 @@ class GpuExecutor:
                 self._still,
                 self._stuck,
                 self._broken,
+                self._give_up,
                 self._release,
                 timeout,
             )
@@ -328,13 +331,16 @@ class GpuExecutor:
         self._diagnosis.post(Kind.SYSTEM, rank, f"rank {rank}: {problem}")
 
     def fail(self) -> None:
-        """The communicator has failed: let every stream and kernel go that waits for a peer, until all are idle.
+        """The communicator has failed: once all ranks know, let every stream and kernel go that waits for a peer, until
+        all are idle.
 
         What is in the buffers of calls in flight is undefined from now on.
         """
-        self._release()
-        self._islands.abort()
         self._watch.fail()
+
+    def _give_up(self) -> None:
+        self._all_know.wait()
+        self._islands.abort()
 
     def _release(self) -> None:
         self._edges.fail("the communicator has failed")
@@ -355,7 +361,6 @@ class GpuExecutor:
         """Raise what the communicator failed with, if it did."""
         if self._engine.failed:
             raise self._diagnosis.error()
-        self._proxies.check()
 
     def paths(self) -> tuple[str, ...]:
         """For people: how data goes from this rank's GPU to every other."""
@@ -396,8 +401,8 @@ class GpuExecutor:
         deadline = time.monotonic() + timeout
         with self._watch.patient():
             while not self._watch.quiet():
-                if time.monotonic() > deadline:
-                    self._release()
+                if time.monotonic() > deadline and not self._engine.failed:
+                    self._broken(f"its GPU calls had been under way for {timeout:g} s when it closed the communicator")
                 time.sleep(0.001)
         self._segment.release_kernels(self._share.here)  # of a replay that began just now: drivers wait for it below
         self._compression.forget()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import hetcoll._native as _native
 
 from ..config.limits import Held
-from ..errors import CommunicationError, DeviceError, RegistrationError
+from ..errors import DeviceError, RegistrationError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.verbs.report import describe_link, planned
 from ..links.wiring import Check, Wiring
@@ -202,21 +202,15 @@ class Proxies:
         links lost, and went on without, is logged."""
         assert self._proxy is not None
         while True:
-            kind, _, _ = self._proxy.await_failure(-1.0)
+            kind, peer, text = self._proxy.await_failure(-1.0)
             events = self._proxy.events()
             for event in events:
                 log.warning("%s", event)
             if kind != Kind.NONE or not events:
                 break
-        with contextlib.suppress(CommunicationError):
-            self.check()
-
-    def check(self) -> None:
-        """Raise what links have failed with: they let streams go before `_watch` hears of it."""
-        kind, peer, text = (Kind.NONE, -1, "") if self._proxy is None else self._proxy.await_failure(0.0)
         if kind not in (Kind.NONE, Kind.ABORTED):
             self._wiring.engine.fail(kind, peer, text)
-            raise self._diagnosis.error()
+            self._diagnosis.error()  # it tells the other ranks
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:

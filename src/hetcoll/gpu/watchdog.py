@@ -3,8 +3,8 @@
 It sleeps while nothing is in flight, and looks now and then where calls were captured into graphs: a replayed kernel
 that waits says for whom, again and again (``devices/kernels/waits.h``). What does not move for the communicator's
 timeout is ended on every rank, by a verdict that says who called what, and within seconds where a rank that it needs
-has left. What failed elsewhere lets the streams here go, again and again until they are idle, since a peer's stream
-may still write a word after we did.
+has left. Once all know of a failure (`health.all_know`), the streams here are let go, again and again until they are
+idle, since a peer's stream may still write a word after we did.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class GpuWatch:
 
     `awaited`, asked where calls were captured, says for whom kernels have been seen to wait since the last time.
     `still` is asked to look, again and again, where nothing has moved for a while. `stuck` is told the seconds that
-    nothing moved, `broken` the problem; `release` lets go of streams.
+    nothing moved, `broken` the problem. After a failure `give_up` is called once, and may wait for what comes before
+    streams are let go, which is done by `release`.
     """
 
     def __init__(
@@ -38,15 +39,17 @@ class GpuWatch:
         still: Callable[[], None],
         stuck: Callable[[float], None],
         broken: Callable[[str], None],
+        give_up: Callable[[], None],
         release: Callable[[], None],
         timeout: float,
     ) -> None:
         self._idle, self._awaited, self._progress, self._problem = idle, awaited, progress, problem
-        self._still, self._stuck, self._broken, self._release = still, stuck, broken, release
+        self._still, self._stuck, self._broken = still, stuck, broken
+        self._give_up, self._release = give_up, release
         self._timeout = timeout
         self._wake = threading.Event()
         self._failed = threading.Event()
-        self._ended = self._patient = False
+        self._ended = self._patient = self._gave_up = False
         self._pause: float | None = None  # between looks while nothing is known to be in flight; None: there are none
         self._waits: Collection[int] = ()
         self._until = 0.0  # when that no longer holds
@@ -88,7 +91,7 @@ class GpuWatch:
         return self._idle() and not waits
 
     def fail(self) -> None:
-        """The communicator has failed: from now on nothing here waits for a peer."""
+        """The communicator has failed: soon nothing here waits for a peer any more."""
         self._failed.set()
         self._wake.set()
 
@@ -96,25 +99,20 @@ class GpuWatch:
         """End the thread. Nothing may be in flight any more."""
         self._ended = True
         self._wake.set()
-        self._failed.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
         while True:
             self._wake.wait(self._pause)
-            if self._ended:
-                return
             self._wake.clear()
             self._look_after()
+            if self._ended:
+                return
 
     def _look_after(self) -> None:
         moved, since = -1, time.monotonic()
-        while not self._ended and not self.quiet():
-            if self._failed.is_set():
-                self._release()
-                time.sleep(_RELEASE_PAUSE)
-                continue
+        while not (self._ended or self._failed.is_set() or self.quiet()):
             now, problem = self._progress(), self._problem()
             if problem is not None:
                 self._broken(problem)
@@ -127,3 +125,13 @@ class GpuWatch:
             elif seconds > _STILL:
                 self._still()
             self._failed.wait(_PAUSE)
+        if self._failed.is_set():
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if not self._gave_up:
+            self._gave_up = True
+            self._give_up()
+        while not (self._ended or self.quiet()):
+            self._release()
+            time.sleep(_RELEASE_PAUSE)

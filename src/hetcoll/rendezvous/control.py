@@ -37,6 +37,7 @@ _SEND_SECONDS = 30.0
 _LITTLE = 0.2  # seconds to send to a store that does not answer, whose socket may be full
 _GOODBYE_SECONDS, _GOODBYE_BEHIND = 1.0, 5.0  # the latter behind a relay
 _RELAY_DESCRIPTORS = 170  # of its children, and of those who have yet to prove the secret
+_WANTED = (Op.LEAVE, Op.QUERY)  # also of a group whose other requests were given up
 
 
 class ControlClient:
@@ -282,15 +283,16 @@ class ControlClient:
 
     @contextlib.contextmanager
     def while_wanted(self, group: bytes) -> Iterator[Callable[[str], None]]:
-        """Gives what ends this block's requests of `group`, but that to leave it, and its waits for ranks of it
-        (`check_present`), with an InitError of these words: at once, from any thread."""
+        """Gives what ends this block's requests of `group`, and its waits for ranks of it (`check_present`), with an
+        InitError of these words: at once, from any thread. But not those to leave it, and questions: they are short,
+        and asked after its end, too."""
 
         def end(why: str) -> None:
             with self._lock:
                 if group not in self._given_up:  # the block is over
                     return
                 self._given_up[group] = why
-                calls = [call for call in self._calls.values() if call.group == group and call.op is not Op.LEAVE]
+                calls = [call for call in self._calls.values() if call.group == group and call.op not in _WANTED]
             for call in calls:
                 call.finish(InitError(why))
 
@@ -302,7 +304,7 @@ class ControlClient:
                 self._given_up.pop(group, None)
 
     def _check_usable(self, group: bytes | None, op: Op) -> None:
-        if group is not None and op is not Op.LEAVE and (why := self._given_up.get(group)):
+        if group is not None and op not in _WANTED and (why := self._given_up.get(group)):
             raise InitError(why)
         if self._forked:
             raise ClosedError("this control connection belongs to the parent of this forked process")
