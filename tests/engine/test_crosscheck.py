@@ -12,8 +12,10 @@ import pytest
 from cases import run_cases
 from ranks import Ranks, wait_until
 from reference import Case
+from thorough import parametrize
 
 import hetcoll
+from hetcoll.runtime.crosscheck import view
 from hetcoll.types import REDUCING, ROOTED, Collective
 
 Pool = Callable[..., Ranks]
@@ -149,6 +151,48 @@ def test_results_that_differ(launch: Launch) -> None:
         r"HETCOLL_CHECK: the result of allreduce\(.*\) is not the same everywhere: ranks 0-1: \w{16}; rank 2: \w{16}"
     )
     assert re.fullmatch(wanted, text), text
+
+
+SPOILED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    # a call, and what is said when the last element of rank 2's result is another one
+    "reduce_scatter": (lambda c: c.reduce_scatter(np.ones(2 * c.size), y := np.zeros(2)) and y, "sum of"),
+    "reduce": (lambda c: c.reduce(np.ones(70), y := np.zeros(70), op="max", root=2) and y, "max of"),
+    "allreduce": (lambda c: c.allreduce(np.ones(7, np.int32), y := np.zeros(7, np.int32)) and y, "not the same"),
+    "broadcast": (lambda c: c.broadcast(y := np.ones(3), root=1) and y, "not the same"),
+    "gather": (
+        lambda c: c.gather(np.ones(2), y := np.zeros(2 * c.size), root=2) and y,
+        "what rank 2 gave came changed",
+    ),
+    "scatter": (lambda c: c.scatter(np.ones(2 * c.size), y := np.zeros(2), root=1) and y, "what rank 1 gave"),
+    "alltoall": (lambda c: c.alltoall(np.ones(c.size), y := np.zeros(c.size)) and y, "what rank 2 gave"),
+}
+
+
+def spoil_results(comm: hetcoll.Communicator, name: str) -> str:
+    """Rank 2's memory changes an element of what came."""
+    start = comm._core.start
+
+    def change(call: Any, *rest: Any) -> Any:
+        work = start(call, *rest)
+        if comm.rank == 2 and not call.label:
+            view(call.recv)[-1] += 1
+        return work
+
+    comm._core.__dict__["start"] = change
+    try:
+        SPOILED[name][0](comm)
+        comm.barrier()  # the others hear of it here
+    except hetcoll.CommunicationError as error:
+        return str(error)
+    return ""
+
+
+@parametrize("name", SPOILED, first=3)
+def test_a_result_that_is_not_what_the_inputs_make(launch: Launch, name: str) -> None:
+    (text,) = set(launch(SIZE, HETCOLL_CHECK="1").run(spoil_results, name))
+    assert text.startswith(f"HETCOLL_CHECK: the result of {name}(")
+    assert SPOILED[name][1] in text
+    assert "on rank 2 is wrong: " in text or name in ("allreduce", "broadcast")
 
 
 def call_in_time(comm: hetcoll.Communicator) -> None:

@@ -173,7 +173,7 @@ class Core:
         if config.check:
             from .crosscheck import CrossCheck
 
-            self._inspectors.append(CrossCheck(rank, _weakly(self.meet), diagnosis))
+            self._inspectors.append(CrossCheck(rank, size, _weakly(self.meet), diagnosis))
         self.choose_fast_path()
         if rank == 0 and log.isEnabledFor(logging.INFO):
             name = group.decode() if group == WORLD else group.hex()[:6]
