@@ -103,7 +103,7 @@ def test_one_kernel_moves_what_it_writes_and_reads() -> None:
     kind = cluster.kinds[0]
     assert "kernel" in candidates(cluster, AR)
     assert choose(AR, 2 * MIB, 4) == "exchange"
-    assert moves(AR, 2 * MIB, 4) == (2, 2.5 * MIB, 3 * MIB)
+    assert moves(AR, 2 * MIB, 4, 0) == (2, 2.5 * MIB, 3 * MIB)
     wanted = kind.kernel + 2 * kind.chunk + 5.5 * MIB / kind.pcie
     assert seconds(cluster, "kernel", 2 * MIB) == pytest.approx(wanted, rel=1e-6)
     with pytest.raises(ArgumentError, match="wanted one host, of 2 to 16 GPUs that no library joins"):
