@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cases import run_sequence
 from device_checks import Capture
-from gpu_calls import BY_KERNEL, COLLECTIVES, SOME, by_kernel, check, device_of_rank
+from gpu_calls import BY_KERNEL, SOME, any_cases, by_kernel, check, device_of_rank
 from gpu_places import PLACES, ranks_on
 from on_gpu import InARow
 from ranks import Ranks, close_all, kept, wait_until
@@ -26,7 +26,7 @@ from hetcoll.errors import CollectiveMismatchError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.slots import RING_SLOTS
 from hetcoll.plan import one_kernel
-from hetcoll.types import DType, ReduceOp, supports
+from hetcoll.types import ReduceOp, supports
 from hetcoll.vendors.devices.kernels.table import AWAITED, ONESHOT_RANKS
 
 Launch = Callable[..., Ranks]
@@ -86,25 +86,7 @@ def test_every_type_that_a_root_reduces(gpus: Launch) -> None:
     )
 
 
-# All ways in any order. A chunk is 4 KiB at least, a slot 32 KiB, a rank has 32 blocks of 4 slots.
-
-EDGES = [1, 16, 4096, 32 << 10, 128 << 10, 1 << 20]
-TYPES = {True: ("float32", "bfloat16"), False: ("uint8", "bfloat16", "float32", "complex128")}
-
-
-def any_cases(size: int, seed: int, number: int, largest: int) -> list[Case]:
-    """Of every collective, all roots, and lengths around the edges, in an order that only the seed gives."""
-    dice = random.Random(seed)
-    found = []
-    for at in range(number):
-        kind = dice.choice(COLLECTIVES)
-        dtype = dice.choice(TYPES["reduce" in kind])
-        nbytes = dice.choice([edge for edge in EDGES if edge <= largest])
-        count = max(1, nbytes // DType[dtype.upper()].itemsize + dice.choice([-1, 0, 0, 1, 3]))
-        op = dice.choice(["sum", "max"])
-        inplace = kind not in ("broadcast", "alltoall") and dice.random() < 0.3
-        found.append(Case(kind, dtype, count, op, dice.randrange(size), inplace, seed=at, shift=dice.choice([0, 0, 1])))
-    return found
+# All ways in any order.
 
 
 def in_a_row(comm: hetcoll.Communicator, cases: list[Case], often: float) -> None:

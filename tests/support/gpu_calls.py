@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -69,6 +70,25 @@ def by_kernel(size: int) -> list[Case]:
         for root in range(size) if Collective[kind.upper()] in ROOTED else (0,):
             inplace = (turn + root) % 2 == 1 and kind != "broadcast"
             found.append(Case(kind, dtype, count, op, root, inplace, seed=turn))
+    return found
+
+
+_EDGES = [1, 16, 4096, 32 << 10, 128 << 10, 1 << 20]  # bytes: of a pack, a chunk, a slot, one chunk a block
+_TYPES = {True: ("float32", "bfloat16"), False: ("uint8", "bfloat16", "float32", "complex128")}
+
+
+def any_cases(size: int, seed: int, number: int, largest: int) -> list[Case]:
+    """Of every collective, all roots, and lengths around the edges, in an order that only the seed gives."""
+    dice = random.Random(seed)
+    found = []
+    for at in range(number):
+        kind = dice.choice(COLLECTIVES)
+        dtype = dice.choice(_TYPES["reduce" in kind])
+        nbytes = dice.choice([edge for edge in _EDGES if edge <= largest])
+        count = max(1, nbytes // DType[dtype.upper()].itemsize + dice.choice([-1, 0, 0, 1, 3]))
+        op = dice.choice(["sum", "max"])
+        inplace = kind not in ("broadcast", "alltoall") and dice.random() < 0.3
+        found.append(Case(kind, dtype, count, op, dice.randrange(size), inplace, seed=at, shift=dice.choice([0, 0, 1])))
     return found
 
 
