@@ -78,17 +78,19 @@ _TYPES = {True: ("float32", "bfloat16"), False: ("uint8", "bfloat16", "float32",
 
 
 def any_cases(size: int, seed: int, number: int, largest: int) -> list[Case]:
-    """Of every collective, all roots, and lengths around the edges, in an order that only the seed gives."""
+    """Of every collective, all roots, and lengths around the edges, in an order that only the seed gives. Some come
+    several times in a row: then who only gives runs ahead."""
     dice = random.Random(seed)
-    found = []
-    for at in range(number):
+    found: list[Case] = []
+    while len(found) < number:
         kind = dice.choice(COLLECTIVES)
         dtype = dice.choice(_TYPES["reduce" in kind])
         nbytes = dice.choice([edge for edge in _EDGES if edge <= largest])
         count = max(1, nbytes // DType[dtype.upper()].itemsize + dice.choice([-1, 0, 0, 1, 3]))
-        op = dice.choice(["sum", "max"])
+        op, root, shift = dice.choice(["sum", "max"]), dice.randrange(size), dice.choice([0, 0, 1])
         inplace = kind not in ("broadcast", "alltoall") and dice.random() < 0.3
-        found.append(Case(kind, dtype, count, op, dice.randrange(size), inplace, seed=at, shift=dice.choice([0, 0, 1])))
+        for _ in range(dice.choice([1, 1, 1, 7])):
+            found.append(Case(kind, dtype, count, op, root, inplace, seed=len(found), shift=shift))
     return found
 
 
