@@ -103,12 +103,38 @@ def test_one_kernel_moves_what_it_writes_and_reads() -> None:
     kind = cluster.kinds[0]
     assert "kernel" in candidates(cluster, AR)
     assert choose(AR, 2 * MIB, 4) == "exchange"
-    assert moves(AR, 2 * MIB, 4) == (2, 2.5 * MIB, 3 * MIB)
+    assert moves(AR, 2 * MIB, 4, 0) == (2, 2.5 * MIB, 3 * MIB)
     wanted = kind.kernel + 2 * kind.chunk + 5.5 * MIB / kind.pcie
     assert seconds(cluster, "kernel", 2 * MIB) == pytest.approx(wanted, rel=1e-6)
     with pytest.raises(ArgumentError, match="wanted one host, of 2 to 16 GPUs that no library joins"):
         forecast(host("0,1"), AR, "kernel")
     assert "kernel" not in candidates(host("0,1"), AR)
+
+
+@pytest.mark.parametrize(
+    ("kind", "root", "other"),
+    [
+        (Collective.BROADCAST, (0, 1, 0), (1, 0, 1)),
+        (Collective.REDUCE, (1, 0, 3), (0, 1, 0)),
+        (Collective.GATHER, (1, 0, 0.75), (0, 0.25, 0)),
+        (Collective.SCATTER, (0, 0.75, 0), (1, 0, 0.25)),
+        (Collective.ALLGATHER, (1, 0.25, 0.75), (1, 0.25, 0.75)),
+        (Collective.REDUCE_SCATTER, (1, 0.75, 0.75), (1, 0.75, 0.75)),
+    ],
+)
+def test_who_gives_writes_and_who_takes_waits_and_reads(
+    kind: Collective, root: tuple[float, ...], other: tuple[float, ...]
+) -> None:
+    """Rounds, and what is written and read of the larger buffer; the last rank is the root."""
+    for rank, (rounds, out, into) in ((3, root), (1, other)):
+        assert moves(kind, 4096, 4, rank, 3) == (rounds, 4096 * out, 4096 * into)
+    cluster = host("0|1|2|3")
+    assert "kernel" in candidates(cluster, kind)
+    parts = [cluster.kinds[0].kernel + each[0] * cluster.kinds[0].chunk for each in (root, other)]
+    assert seconds(cluster, "kernel", 8, kind) == pytest.approx(max(parts), rel=0.01)
+    largest = int(MIB / max(*root[1:], *other[1:]))
+    assert choose(kind, largest, 4) == ("exchange" if "reduce" in kind.label else "gather")
+    assert choose(kind, largest + 4, 4) is None
 
 
 def test_one_island_is_one_call_of_the_library() -> None:

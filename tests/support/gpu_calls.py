@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -14,15 +15,11 @@ from reference import Case
 
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.types import OCP_OF, DType, ReduceOp, supports
+from hetcoll.types import OCP_OF, ROOTED, Collective, DType, ReduceOp, supports
 from hetcoll.vendors.devices.base import Device
 
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
-BY_KERNEL = (
-    "allgather",
-    "reduce_scatter",
-    "alltoall",
-)  # of these and all-reduces the short ones are, where ranks share a host
+BY_KERNEL = COLLECTIVES[1:]  # of these and all-reduces the short ones are one kernel, where ranks share a host
 
 
 def device_of_rank(rank: int) -> Device:
@@ -59,29 +56,42 @@ def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
         turn += 1
         op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
         dtype, itemsize = (("float32", 4), ("bfloat16", 2), ("int64", 8))[turn % 3]
-        if kind in BY_KERNEL and count > 50_000:
-            count += (1 << 20) // (itemsize * (size - 1))  # so that a rank reads more than one kernel does
+        if kind in BY_KERNEL and count > 50_000:  # so that a rank reads more than one kernel does
+            count += (1 << 20) // (itemsize * (1 if kind == "broadcast" else size - 1))
         yield Case(kind, dtype, count, op, turn % size, inplace, seed=turn)
 
 
-def by_kernel() -> list[Case]:
-    """Chunks that end within a pack, several to a block; in place and not in turn; of every width."""
+def by_kernel(size: int) -> list[Case]:
+    """Chunks that end within a pack, several to a block; in place and not in turn; of every width, from every root."""
     counts = {"float32": 5, "bfloat16": 30_001, "float64": 12_345, "int8": 100_003, "complex128": 777}
-    cases = [
-        (kind, turn % 2 == 1, *each) for turn, (kind, each) in enumerate(itertools.product(BY_KERNEL, counts.items()))
-    ]
-    return [
-        Case(
-            kind,
-            dtype,
-            count,
-            "avg" if dtype == "bfloat16" and kind == "reduce_scatter" else "sum",
-            0,
-            inplace,
-            seed=at,
-        )
-        for at, (kind, inplace, dtype, count) in enumerate(cases)
-    ]
+    found = []
+    for turn, (kind, (dtype, count)) in enumerate(itertools.product(BY_KERNEL, counts.items())):
+        op = "avg" if dtype == "bfloat16" and "reduce" in kind else "sum"
+        for root in range(size) if Collective[kind.upper()] in ROOTED else (0,):
+            inplace = (turn + root) % 2 == 1 and kind != "broadcast"
+            found.append(Case(kind, dtype, count, op, root, inplace, seed=turn))
+    return found
+
+
+_EDGES = [1, 16, 4096, 32 << 10, 128 << 10, 1 << 20]  # bytes: of a pack, a chunk, a slot, one chunk a block
+_TYPES = {True: ("float32", "bfloat16"), False: ("uint8", "bfloat16", "float32", "complex128")}
+
+
+def any_cases(size: int, seed: int, number: int, largest: int) -> list[Case]:
+    """Of every collective, all roots, and lengths around the edges, in an order that only the seed gives. Some come
+    several times in a row: then who only gives runs ahead."""
+    dice = random.Random(seed)
+    found: list[Case] = []
+    while len(found) < number:
+        kind = dice.choice(COLLECTIVES)
+        dtype = dice.choice(_TYPES["reduce" in kind])
+        nbytes = dice.choice([edge for edge in _EDGES if edge <= largest])
+        count = max(1, nbytes // DType[dtype.upper()].itemsize + dice.choice([-1, 0, 0, 1, 3]))
+        op, root, shift = dice.choice(["sum", "max"]), dice.randrange(size), dice.choice([0, 0, 1])
+        inplace = kind not in ("broadcast", "alltoall") and dice.random() < 0.3
+        for _ in range(dice.choice([1, 1, 1, 7])):
+            found.append(Case(kind, dtype, count, op, root, inplace, seed=len(found), shift=shift))
+    return found
 
 
 SOME = (DType.INT64, DType.UINT8, DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E5M2, DType.COMPLEX128, DType.BOOL)

@@ -6,6 +6,7 @@ along and comes back, so that what a call must not touch is seen.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,51 @@ class OnGpu:
             return hetcoll.Work()
 
         return call
+
+
+class InARow:
+    """The collectives of `comm`, kept until the first is waited for. Then all are enqueued, by turns on `streams` and
+    with a `pause` before each. The host waits for none before the last one is enqueued."""
+
+    def __init__(
+        self, comm: hetcoll.Communicator, device: Device, streams: Sequence[int], pause: Callable[[], object]
+    ) -> None:
+        self._comm, self._device, self._streams, self._pause = comm, device, streams, pause
+        self._asked: list[Callable[..., hetcoll.Work]] = []
+        self.rank, self.size = comm.rank, comm.size
+
+    def __getattr__(self, name: str) -> Callable[..., Landing]:
+        method = getattr(self._comm, name)
+
+        def call(*args: Any, async_op: bool, **options: Any) -> Landing:
+            copies = Copies(self._device, [a for a in args if isinstance(a, np.ndarray)]).__enter__()
+            moved = [copies.buffer(a) if isinstance(a, np.ndarray) else a for a in args]
+            self._asked.append(functools.partial(method, *moved, **options))
+            return Landing(self, copies)
+
+        return call
+
+    def finish(self) -> None:
+        asked, self._asked, works = self._asked, [], []
+        self._device.synchronize()
+        for turn, call in enumerate(asked):
+            self._pause()
+            works.append(call(stream=self._streams[turn % len(self._streams)], async_op=turn % 3 == 1))
+        for work in works:
+            work.wait(60)
+        self._device.synchronize()
+
+
+class Landing:
+    """What one of these calls will have left."""
+
+    def __init__(self, row: InARow, copies: Copies) -> None:
+        self._row, self._copies = row, copies
+
+    def wait(self) -> None:
+        self._row.finish()
+        self._copies.fetch()
+        self._copies.__exit__()
 
 
 def _quick(device: Device, buffer: Buffer) -> Quick:

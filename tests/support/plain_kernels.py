@@ -7,6 +7,7 @@ import functools
 import os
 import shlex
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,7 @@ class PlainMachine:
     def __init__(self, directory: Path, options: str = "-O2 -Werror") -> None:
         self._memory: dict[int, Bytes] = {}
         self._streams = ThreadPoolExecutor(16)
+        self._loading = threading.Lock()
         self._library = functools.cache(functools.partial(_compile, options=options, directory=directory))
 
     def close(self) -> None:
@@ -63,7 +65,9 @@ class PlainMachine:
         return None
 
     def _prepare(self, launch: Launch) -> Callable[[], None]:
-        entry = getattr(self._library(module_of()[launch.name]), f"launch_{launch.name}")
+        with self._loading:  # ranks of a test may have threads of their own
+            library = self._library(module_of()[launch.name])
+        entry = getattr(library, f"launch_{launch.name}")
         storage = [ctypes.create_string_buffer(x, len(x)) for x in launch.arguments]
         params = (ctypes.c_void_p * len(storage))(*map(ctypes.addressof, storage))
         grid, block = ((ctypes.c_uint * 3)(n, 1, 1) for n in (launch.grid, launch.block))

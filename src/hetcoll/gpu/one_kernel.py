@@ -8,9 +8,9 @@ import hetcoll._native as _native
 
 from ..calls import Call
 from ..plan import one_kernel
-from ..types import REDUCING, Collective, ReduceOp
+from ..types import REDUCING, WHOLE, Collective, ReduceOp
 from ..vendors.devices.kernels.source import exchange_name, gather_bytes, gather_name, oneshot_name
-from ..vendors.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot, Way
+from ..vendors.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
 from .message_kernel import STATE_BYTES as MESSAGE_STATE_BYTES
 from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS
 
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from ..vendors.devices.base import Device
     from .shared import GpuShare
 
-_CUT = {
-    Collective.REDUCE_SCATTER: Way.REDUCE_SCATTER,
-    Collective.ALLGATHER: Way.ALLGATHER,
-    Collective.ALLTOALL: Way.ALLTOALL,
-}
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
@@ -67,13 +62,16 @@ class OneKernel:
     def _exchange(self, call: Call) -> tuple[str, Exchange, int, int]:
         """Likewise."""
         size, segment, item = self._size, self._share.segment, call.dtype.itemsize
-        way = _CUT.get(call.collective) or (Way.TWO_SHOT if one_kernel.two_shot(call.nbytes, size) else Way.ONE_SHOT)
-        each = call.nbytes // size if call.collective in _CUT else call.nbytes
-        most = RING_SLOT_BYTES // (size if way in (Way.REDUCE_SCATTER, Way.ALLTOALL) else 1) // _PACK * _PACK
+        takes, gives, cut = one_kernel.way(call.collective, size, self._rank, call.root)
+        two_shot = call.collective is Collective.ALLREDUCE and one_kernel.two_shot(call.nbytes, size)
+        each = call.nbytes if call.collective in WHOLE else call.nbytes // size
+        most = RING_SLOT_BYTES // (size if cut else 1) // _PACK * _PACK
         chunk = min(most, max(_LEAST_CHUNK, -(-each // (BLOCKS * _PACK)) * _PACK))
         reduces = call.collective in REDUCING
         name = exchange_name(call.dtype, call.op) if reduces else gather_name(call.dtype)
-        arguments = Exchange(count=each // (item if reduces else gather_bytes(call.dtype)), way=way)
+        arguments = Exchange(count=each // (item if reduces else gather_bytes(call.dtype)))
+        arguments.first, arguments.sources, arguments.gives = takes.start, len(takes), gives
+        arguments.cut, arguments.two_shot = cut, two_shot
         arguments.slots, arguments.slot_bytes, arguments.chunk_bytes = RING_SLOTS, RING_SLOT_BYTES, chunk
         arguments.state = self._state + _ONESHOT_STATE
         arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words

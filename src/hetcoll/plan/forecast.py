@@ -18,7 +18,7 @@ from .algorithms.hosts import among_hosts, runs_among
 from .algorithms.islands import ISLANDS
 from .cluster import Cluster, Wiring
 from .ir import Op, Plan, Step
-from .one_kernel import CUT, MOST_RANKS, moves
+from .one_kernel import BY_KERNEL, MOST_RANKS, moves
 from .pieces import BEGIN_CALLS, SLOTS, Cut, Lengths, cut, slot_bytes, spill
 from .simulator.graph import Outcome, Server, Symmetry, Tasks, Weaver, alike
 from .simulator.streams import Piecewise
@@ -73,17 +73,17 @@ def candidates(cluster: Cluster, collective: Collective) -> list[str]:
 class Kernels:
     """A collective of GPUs as one kernel a rank (`one_kernel`). How often one waits depends on the size."""
 
-    def __init__(self, cluster: Cluster, collective: Collective) -> None:
-        self._size, self._collective = cluster.size, collective.plain
+    def __init__(self, cluster: Cluster, collective: Collective, root: int) -> None:
+        self._size, self._collective, self._root = cluster.size, collective.plain, root
         self.hardware = Wiring(cluster)
         self.steps: list[tuple[int, Step | None]] = []
         self.servers: dict[Server, int] = {}
 
     def run(self, nbytes: int) -> Outcome:
         """With a larger buffer of `nbytes`."""
-        rounds, written, read = moves(self._collective, nbytes, self._size)
         tasks = Tasks(1, self.hardware, lambda server: server)
         for rank in range(self._size):
+            rounds, written, read = moves(self._collective, nbytes, self._size, rank, self._root)
             tasks.add(rank, None, round(written + read), self.hardware.kernel(rank, rounds), one=True)
         self.servers, self.steps = tasks.servers, tasks.steps
         return tasks.run(1)
@@ -98,9 +98,8 @@ def named(collective: Collective, name: str) -> None:
 def _by_kernel(cluster: Cluster, collective: Collective) -> bool:
     """Whether one kernel a rank can do it there: on one host whose ranks all have GPUs, which no library joins."""
     kinds = [kind for kind in cluster.kinds if kind.count]
-    able = collective.plain is Collective.ALLREDUCE or collective.plain in CUT
     alone = len(cluster.hosts) == 1 < len(cluster.islands)
-    return able and alone and bool(kinds[0].vendor) and cluster.size <= MOST_RANKS
+    return collective.plain in BY_KERNEL and alone and bool(kinds[0].vendor) and cluster.size <= MOST_RANKS
 
 
 def among_hosts_there(cluster: Cluster, entry: Algorithm) -> bool:
@@ -158,7 +157,7 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0,
         if not _by_kernel(cluster, collective):
             wanted = f"wanted one host, of 2 to {MOST_RANKS} GPUs that no library joins"
             raise ArgumentError(f"{collective.label} by one kernel is not for these ranks: {wanted}")
-        return Forecast(name, Kernels(cluster, collective), cluster.size)
+        return Forecast(name, Kernels(cluster, collective, root), cluster.size)
     entry = ISLANDS.get(collective.plain) if name == "islands" else find(collective, name)
     if entry is None:
         raise ArgumentError(f"there is no {collective.label} by islands")

@@ -1,60 +1,81 @@
 """Collectives among the GPUs of one host as one kernel a rank: which are, up to which sizes, and what they move.
 
-Up to `SMALL` bytes each rank writes its input with a flag in every word, and reads all others'. Beyond that it writes
-chunks and then a word that says so; among four and more, all-reduces of more than `ONE_SHOT` read bytes are done in two
-rounds, of which the first leaves each rank with the sum of a part.
+Up to `SMALL` bytes of an all-reduce each rank writes its input with a flag in every word, and reads all others'. Beyond
+that, and of other collectives, those that give write chunks and then a word that says so, and those that take read them
+(`Way`). Among four and more, all-reduces of more than `ONE_SHOT` read bytes are done in two rounds, of which the first
+leaves each rank with the sum of a part.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..types import REDUCING, Collective
+from ..types import REDUCING, WHOLE, Collective
 
 MOST_RANKS = 16
 SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
 ONE_SHOT, MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to which each reduces all; of two or three
-_MOST_CUT = 1 << 20  # bytes that a rank reads where buffers are cut by rank
+MOST_MOVED = 1 << 20  # bytes that a rank of another collective reads, or writes
 _MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond ONE_SHOT
-CUT = (Collective.REDUCE_SCATTER, Collective.ALLGATHER, Collective.ALLTOALL)
+_FROM_ROOT = (Collective.BROADCAST, Collective.SCATTER)
+_TO_ROOT = (Collective.REDUCE, Collective.GATHER)
+_CUT_SOURCES = (Collective.REDUCE_SCATTER, Collective.ALLTOALL, Collective.SCATTER)
+BY_KERNEL = (Collective.ALLREDUCE, Collective.ALLGATHER, *_CUT_SOURCES[:2], *_FROM_ROOT, *_TO_ROOT)
+
+
+class Way(NamedTuple):
+    """What one rank does in one round: from whom it takes, perhaps from itself, and whether a peer takes from it."""
+
+    takes: range
+    gives: bool
+    cut: bool
+    """Whether what is given has a part for each rank, and not one for all."""
 
 
 class Moves(NamedTuple):
-    """What a kernel does: how often it waits for all others, and how many bytes it writes and reads."""
+    """What a kernel does: how often it waits for others, and how many bytes it writes and reads."""
 
     rounds: int
     written: float
     read: float
 
 
+def way(collective: Collective, size: int, rank: int, root: int) -> Way:
+    """That of `rank`; `root` counts where there is one."""
+    sources = range(root, root + 1) if collective in _FROM_ROOT else range(size)
+    takers = {root} if collective in _TO_ROOT else {*range(size)}
+    if collective is Collective.BROADCAST:
+        takers.remove(root)  # whose buffer holds it
+    takes = sources if rank in takers else range(0)
+    return Way(takes, rank in sources and takers != {rank}, collective in _CUT_SOURCES)
+
+
 def choose(collective: Collective, nbytes: int, size: int) -> str | None:
     """Which kernel does it among `size` GPUs; None where copies are faster, or none can. `nbytes`: of all parts."""
-    if nbytes == 0 or not 1 < size <= MOST_RANKS:
+    if collective not in BY_KERNEL or nbytes == 0 or not 1 < size <= MOST_RANKS:
         return None
-    if collective in CUT:
-        name = "exchange" if collective in REDUCING else "gather"
-        return name if nbytes - nbytes // size <= _MOST_CUT else None
-    if collective is not Collective.ALLREDUCE:
-        return None
-    if nbytes <= SMALL:
+    if collective is Collective.ALLREDUCE and nbytes <= SMALL:
         return "oneshot"
-    read = moves(collective, nbytes, size).read
-    return "exchange" if read <= (_MOST_TWO_SHOT if two_shot(nbytes, size) else MOST_ONE_SHOT) else None
+    most = MOST_MOVED
+    if collective is Collective.ALLREDUCE:
+        most = _MOST_TWO_SHOT if two_shot(nbytes, size) else MOST_ONE_SHOT
+    if max(max(moves(collective, nbytes, size, rank)[1:]) for rank in range(size)) > most:
+        return None
+    return "exchange" if collective in REDUCING else "gather"
 
 
 def two_shot(nbytes: int, size: int) -> bool:
-    """Whether each rank reduces a part. Three read a third less then, and wait once more: that takes as long."""
+    """Whether each rank of an all-reduce reduces a part. Three read a third less then, and wait once more: that takes
+    as long."""
     return size > 3 and (size - 1) * nbytes > ONE_SHOT
 
 
-def moves(collective: Collective, nbytes: int, size: int) -> Moves:
-    """Of an all-reduce, reduce-scatter, all-gather or all-to-all. Words of 4 bytes have a flag of 4 beside them."""
-    if collective is Collective.ALLGATHER:
-        return Moves(1, nbytes / size, nbytes - nbytes / size)
-    if collective in CUT:
-        return Moves(1, nbytes - nbytes / size, nbytes - nbytes / size)
-    if nbytes <= SMALL:
+def moves(collective: Collective, nbytes: int, size: int, rank: int, root: int = 0) -> Moves:
+    """Of one of `BY_KERNEL`. Words of 4 bytes have a flag of 4 beside them."""
+    if collective is Collective.ALLREDUCE and nbytes <= SMALL:
         return Moves(0, 2 * nbytes, 2 * (size - 1) * nbytes)
-    if two_shot(nbytes, size):
+    if collective is Collective.ALLREDUCE and two_shot(nbytes, size):
         return Moves(2, nbytes + nbytes / size, 2 * (nbytes - nbytes / size))
-    return Moves(1, nbytes, (size - 1) * nbytes)
+    takes, gives, cut = way(collective, size, rank, root)
+    each, peers = nbytes if collective in WHOLE else nbytes / size, len(takes) - (rank in takes)
+    return Moves(1 if peers else 0, gives * each * (size - 1 if cut else 1), each * peers)

@@ -21,15 +21,11 @@ struct Oneshot {
 static_assert(sizeof(Oneshot) == 24 + 8 * kOneshotRanks + 32,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
-// What the exchange kernels do with `count` elements for each rank: all-reduces by one shot and by two, and what has a
-// buffer that is cut by rank.
-enum Way : unsigned { kOneShot, kTwoShot, kReduceScatter, kAllGather, kAllToAll };
-
 // What the exchange kernels take (exchange.h). Every rank has a ring of `slots` slots for each block, and their words,
 // zeroed at first, in memory that all devices have mapped.
 struct Exchange {
   void* dst;        // count elements, or size * count; may be src, and where one is a part of the other, this rank's
-  const void* src;  // likewise, at any address
+  const void* src;  // likewise, at any address; a rank that takes nothing has no dst, one that gives nothing no src
   unsigned long long count;
   char* rings[kOneshotRanks];
   unsigned long long* words[kOneshotRanks];
@@ -40,8 +36,11 @@ struct Exchange {
   unsigned slots;        // at least 4
   unsigned slot_bytes;   // from one slot to the next
   unsigned chunk_bytes;  // at most slot_bytes, where src is cut by rank size-th of it; of the size of the message alone
-  Way way;
-  unsigned unused;
+  unsigned short first, sources;  // this rank takes the data of so many ranks from `first` on, perhaps its own
+  unsigned char gives;            // whether a peer takes this rank's
+  unsigned char cut;              // whether src has a part for each rank, and not one for all
+  unsigned char two_shot;         // whether each rank reduces a part for all
+  unsigned char unused;
 };
 static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 48,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");

@@ -6,9 +6,14 @@
 // others and for nothing else. A slot has a `ready` word, which its owner writes, and an `empty` word for each reader.
 // The words are numbers of the block's messages, which go on from call to call.
 //
-// A message is a chunk of the data. All-reduces by one shot: each rank reduces all of it. By two: each rank reduces its
-// part of a chunk, and its next message is the result. With n ranks of N bytes one reads (n - 1) N, or 2 (n - 1) N / n.
-// Where src is cut by rank (reduce-scatter, all-to-all), a message has a chunk for each rank, who takes its own.
+// A message is a chunk of the data. What a rank takes it reduces, or puts side by side; where src is cut by rank
+// (reduce-scatter, all-to-all, scatter), a message has a chunk for each rank, who takes its own. Of two shots a rank
+// reduces its part of a chunk, and its next message is the result: with n ranks of N bytes it reads 2 (n - 1) N / n,
+// where one shot reads (n - 1) N.
+//
+// Where a root takes all, or gives all, only those write that a peer takes from, and only those wait for them. But each
+// rank counts every message and gives every peer's slot back, also one that nobody wrote: so whoever writes next finds
+// that all have passed the message whose slot it takes, whoever had written that.
 //
 // Operands are combined in rank order, so all ranks get the same bits.
 #pragma once
@@ -33,13 +38,15 @@ HETCOLL_DEVICE char* Slot(const Exchange& x, int owner, U64 number) {
   return x.rings[owner] + (U64{BlockIndex()} * x.slots + SlotOf(x, number)) * x.slot_bytes;
 }
 
-// One thread for each peer waits for that peer's word, and the block for all of them. `at` names a peer's word.
+// One thread for each peer among the `ranks` from `first` on waits for that peer's word, and the block for all of them.
+// `at` names a peer's word.
 template <class At>
-HETCOLL_DEVICE bool AwaitPeers(const Exchange& x, U64 number, At at) {
+HETCOLL_DEVICE bool AwaitPeers(const Exchange& x, int first, int ranks, U64 number, At at) {
   HETCOLL_SHARED unsigned stop;
   if (ThreadInBlock() == 0) stop = 0;
   Barrier();
-  for (int peer = static_cast<int>(ThreadInBlock()); peer < x.size; peer += static_cast<int>(BlockSize())) {
+  for (int peer = first + static_cast<int>(ThreadInBlock()); peer < first + ranks;
+       peer += static_cast<int>(BlockSize())) {
     if (peer != x.rank && !AwaitWord(x.abort, peer, at(peer), number)) stop = 1;
   }
   Barrier();
@@ -48,18 +55,18 @@ HETCOLL_DEVICE bool AwaitPeers(const Exchange& x, U64 number, At at) {
   return go;
 }
 
-// The steps of a message: its slot is free; it lies there; all peers' are there; theirs were taken. False: the call was
-// aborted.
+// The steps of a message: its slot is free; it lies there; those of the peers that this rank takes from are there; it
+// needs no peer's any more. False: the call was aborted.
 HETCOLL_DEVICE bool AwaitEmpty(const Exchange& x, U64 number) {
-  return number <= x.slots ||
-         AwaitPeers(x, number - x.slots, [&](int peer) { return EmptyWord(x, x.rank, SlotOf(x, number), peer); });
+  const auto at = [&](int peer) { return EmptyWord(x, x.rank, SlotOf(x, number), peer); };
+  return number <= x.slots || AwaitPeers(x, 0, x.size, number - x.slots, at);
 }
 HETCOLL_DEVICE void Publish(const Exchange& x, U64 number) {
   Barrier();
   if (ThreadInBlock() == 0) PublishRelease(ReadyWord(x, x.rank, SlotOf(x, number)), number);
 }
 HETCOLL_DEVICE bool AwaitReady(const Exchange& x, U64 number) {
-  return AwaitPeers(x, number, [&](int peer) { return ReadyWord(x, peer, SlotOf(x, number)); });
+  return AwaitPeers(x, x.first, x.sources, number, [&](int peer) { return ReadyWord(x, peer, SlotOf(x, number)); });
 }
 HETCOLL_DEVICE void GiveBack(const Exchange& x, U64 number) {
   Barrier();
@@ -114,10 +121,8 @@ struct Cut {
   unsigned part;
 };
 
-HETCOLL_DEVICE bool IsCut(const Exchange& x) { return x.way == kReduceScatter || x.way == kAllToAll; }
-
 HETCOLL_DEVICE Cut CutOf(const Exchange& x) {
-  return IsCut(x) ? Cut{x.rank * x.count, x.rank * x.chunk_bytes} : Cut{0, 0};
+  return x.cut ? Cut{x.rank * x.count, x.rank * x.chunk_bytes} : Cut{0, 0};
 }
 
 // A chunk for each peer into a message.
@@ -198,18 +203,18 @@ HETCOLL_DEVICE void Collect(const Exchange& x, U64 result, const Chunk& chunk) {
   }
 }
 
-// A chunk of every rank into its place in dst, from the peers' messages.
+// A chunk of every source into its place in dst, from the peers' messages.
 template <class T>
 HETCOLL_DEVICE void Gather(const Exchange& x, U64 number, const Chunk& chunk, const Cut& cut) {
   constexpr unsigned kDeep = 4;
-  const unsigned packs = chunk.packs * static_cast<unsigned>(x.size);
+  const unsigned packs = chunk.packs * x.sources;
   for (unsigned first = ThreadInBlock(); first < packs; first += kDeep * BlockSize()) {
     Pack<T> pack[kDeep];
     HETCOLL_UNROLL
     for (unsigned d = 0; d < kDeep; ++d) {
       const unsigned at = first + d * BlockSize(), i = at % chunk.packs;
       if (at >= packs) continue;
-      const int rank = static_cast<int>(at / chunk.packs);
+      const int rank = x.first + static_cast<int>(at / chunk.packs);
       pack[d] = rank == x.rank ? ReadPack<T>(x.src, cut.own + chunk.begin, cut.own + chunk.end, i)
                                : LoadPeers<T>(Slot(x, rank, number) + cut.part + U64{i} * kPack);
     }
@@ -223,20 +228,20 @@ HETCOLL_DEVICE void Gather(const Exchange& x, U64 number, const Chunk& chunk, co
   }
 }
 
-// All chunks through messages of their own, which `take` takes; they go as far ahead as there are slots. False: the
-// call was aborted.
+// All chunks through messages of their own, of which `take` takes what this rank is to have; they go as far ahead as
+// there are slots. False: the call was aborted.
 template <class T, class Take>
 HETCOLL_DEVICE bool Pass(const Exchange& x, const Share& share, U64 before, Take take) {
   U64 sent = 0;
   for (U64 taken = 0; taken < share.chunks; ++taken) {
-    for (; sent < share.chunks && sent < taken + x.slots; ++sent) {
+    for (; x.gives && sent < share.chunks && sent < taken + x.slots; ++sent) {
       if (!AwaitEmpty(x, before + sent + 1)) return false;
       const Chunk chunk = ChunkAt<T>(x, share, sent);
-      IsCut(x) ? PutParts<T>(x, before + sent + 1, chunk) : Put<T>(x, before + sent + 1, chunk, 0, 0);
+      x.cut ? PutParts<T>(x, before + sent + 1, chunk) : Put<T>(x, before + sent + 1, chunk, 0, 0);
       Publish(x, before + sent + 1);
     }
     if (!AwaitReady(x, before + taken + 1)) return false;
-    take(before + taken + 1, ChunkAt<T>(x, share, taken));
+    if (x.sources > 0) take(before + taken + 1, ChunkAt<T>(x, share, taken));
     GiveBack(x, before + taken + 1);
   }
   return true;
@@ -283,14 +288,14 @@ HETCOLL_DEVICE void DoShare(const Exchange& x, Do pass) {
   const U64 before = x.state[BlockIndex()];
   Barrier();  // all have read the state that one will write
   if (!pass(share, before)) return;
-  if (ThreadInBlock() == 0) x.state[BlockIndex()] = before + (x.way == kTwoShot ? 2 : 1) * share.chunks;
+  if (ThreadInBlock() == 0) x.state[BlockIndex()] = before + (x.two_shot ? 2 : 1) * share.chunks;
 }
 
 template <class Type, class Op>
 HETCOLL_DEVICE void ExchangeAll(const Exchange& x) {
   using T = typename Type::Storage;
   DoShare<T>(x, [&](const Share& share, U64 before) {
-    if (x.way == kTwoShot) return TwoShot<Type, Op>(x, share, before);
+    if (x.two_shot) return TwoShot<Type, Op>(x, share, before);
     const Cut cut = CutOf(x);
     return Pass<T>(x, share, before, [&](U64 number, const Chunk& chunk) {
       Combine<Type, Op>(x, number, chunk, cut, 0, chunk.packs, 0);

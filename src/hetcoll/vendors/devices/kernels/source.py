@@ -41,12 +41,12 @@ def oneshot_name(dtype: DType, op: ReduceOp) -> str:
 
 
 def exchange_name(dtype: DType, op: ReduceOp) -> str:
-    """The kernel that all-reduces and reduce-scatters medium messages."""
+    """The kernel that reduces medium messages."""
     return _name("exchange", dtype, op)
 
 
 def gather_name(dtype: DType) -> str:
-    """The kernel of all-gathers and all-to-alls."""
+    """The kernel of collectives that reduce nothing."""
     return f"{GATHER}_{gather_bytes(dtype)}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 import hashlib
 import logging
 import threading
@@ -46,16 +45,6 @@ class Oneshot(ctypes.Structure):
     )
 
 
-class Way(enum.IntEnum):
-    """What the exchange kernels do: Way of ``arguments.h``."""
-
-    ONE_SHOT = 0
-    TWO_SHOT = 1
-    REDUCE_SCATTER = 2
-    ALLGATHER = 3
-    ALLTOALL = 4
-
-
 class Exchange(ctypes.Structure):
     """The argument of the exchange kernels: ``arguments.h`` says what each field is."""
 
@@ -73,8 +62,12 @@ class Exchange(ctypes.Structure):
         ("slots", ctypes.c_uint32),
         ("slot_bytes", ctypes.c_uint32),
         ("chunk_bytes", ctypes.c_uint32),
-        ("way", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("first", ctypes.c_uint16),
+        ("sources", ctypes.c_uint16),
+        ("gives", ctypes.c_uint8),
+        ("cut", ctypes.c_uint8),
+        ("two_shot", ctypes.c_uint8),
+        ("unused", ctypes.c_uint8),
     )
 
 
