@@ -11,12 +11,14 @@ import pytest
 from device_checks import Capture
 from gpu_calls import device_of_rank
 from gpu_kinds import Own
+from gpu_places import STAND_INS
 from patience import PATIENCE
 from ranks import Ranks, wait_until
 from thorough import parametrize
 
 import hetcoll
 from hetcoll import Work
+from hetcoll.calls.buffers import element_type
 from hetcoll.errors import ArgumentError, CollectiveTimeoutError, CommunicationError
 from hetcoll.gpu.array import DeviceArray
 
@@ -64,6 +66,18 @@ def sendrecv(comm: hetcoll.Communicator, own: Own, how: dict[str, Any]) -> Work:
     return work
 
 
+def allreduce_converted(comm: hetcoll.Communicator, own: Own, how: dict[str, Any]) -> Work:
+    """Of 8-bit floats that one of the GPUs has in another kind."""
+    assert comm._gpus.executor.two_kinds  # type: ignore[union-attr]
+    narrow = Own(comm, own.get().astype(element_type("float8_e4m3fn")))
+    work = comm.allreduce(narrow.array, **how)
+    work.wait()
+    return work
+
+
+CALLED = {sendrecv: "send", allreduce_converted: "allreduce"}
+
+
 def call_alone(
     comm: hetcoll.Communicator, start: Start, count: int, caller: int, first: bool, how: dict[str, Any]
 ) -> tuple[CommunicationError | None, float]:
@@ -91,7 +105,7 @@ def check_alone(ranks: Ranks, start: Start, count: int, *, caller: int = 0, firs
         assert took < SOON
     assert found[caller][1] > 0.9 * SECONDS
     if not first:
-        assert f"{start.__name__.removesuffix('recv') or 'recv'}(" in str(found[0][0])
+        assert f"{CALLED.get(start, start.__name__)}(" in str(found[0][0])
 
 
 @WAYS
@@ -113,6 +127,12 @@ def test_a_message_that_is_not_sent(placed: Placed, kinds: str, env: Any, count:
 @parametrize("async_op", [False, True], first=1)
 def test_one_that_is_not_received(placed: Placed, start: Start, async_op: bool) -> None:
     check_alone(placed("nn", **APART), start, 10 * LARGE, async_op=async_op)
+
+
+@pytest.mark.fakes
+@parametrize("async_op", [False, True], first=1)
+def test_a_call_that_is_converted(placed: Placed, async_op: bool) -> None:
+    check_alone(placed("na"), allreduce_converted, LARGE, async_op=async_op)
 
 
 @pytest.mark.fakes
@@ -205,8 +225,14 @@ def pass_wrong_things(comm: hetcoll.Communicator) -> None:
     for wrong in (0, -1.0, "2"):
         with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0"):
             comm.allreduce(own.array, timeout=wrong)
+    for async_op in (False, True):
+        with pytest.raises(ArgumentError, match="stream: wanted one of cuda"):
+            comm.allreduce(own.array, stream=0x77777, timeout=SECONDS, async_op=async_op)
     comm.allreduce(own.array, timeout=60 * PATIENCE).wait()
 
 
-def test_wrong_times_leave_all_well(placed: Placed) -> None:
+@pytest.mark.parametrize(
+    "placed", [STAND_INS], indirect=True
+)  # a real driver does not say what it does with the stream
+def test_wrong_arguments_leave_all_well(placed: Placed) -> None:
     placed("nn", **APART).run(pass_wrong_things, timeout=100)
