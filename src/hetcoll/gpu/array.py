@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..calls.buffers import Buffer, element_type
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DeviceError
 from ..types import DType
 
 if TYPE_CHECKING:
@@ -33,6 +33,16 @@ class Residual:
     def __init__(self, device: Device, nbytes: int, settled: Callable[[], bool]) -> None:
         self._device, self._settled, self.nbytes = device, settled, nbytes
         self.address = device.allocate(nbytes)
+
+    @classmethod
+    def cleared(cls, device: Device, nbytes: int, settled: Callable[[], bool]) -> Residual | None:
+        """Nothing lost yet. None where the GPU is full: the call goes on without, since other ranks may be in it."""
+        try:
+            made = cls(device, nbytes, settled)
+        except DeviceError:
+            return None
+        clear(device, made.address, nbytes)
+        return made
 
     def free(self) -> None:
         """Give the memory back, once no call is under way."""

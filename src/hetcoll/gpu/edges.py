@@ -19,7 +19,7 @@ Prepare = Callable[[Callable[[Check], None], float], None]
 
 class GpuEdges:
     """Edges of `queue`, made when a plan first uses them, with slots of `near` where it has them. `prepare` watches
-    over the connecting of those that are far away, each of which takes at most `timeout` seconds."""
+    over the connecting of those that are far away, which takes at most `seconds`."""
 
     def __init__(
         self,
@@ -29,11 +29,13 @@ class GpuEdges:
         proxies: Proxies,
         near: NearSlots | None,
         prepare: Prepare,
-        timeout: float,
+        seconds: float,
     ) -> None:
         self._wiring, self._queue, self._segment, self._proxies = wiring, queue, share.segment, proxies
         self._share, self._near = share, near
-        self._prepare, self._timeout, self._gpus = prepare, timeout, share.gpus
+        self._prepare, self._gpus = prepare, share.gpus
+        self.seconds = seconds
+        """What the call has that is just being made: they take turns."""
         self._here = share.here
         self._numbers: dict[tuple[int, int, int], int] = {}
         self._peers: dict[int, int] = {}  # by number
@@ -44,7 +46,7 @@ class GpuEdges:
         """The queue's numbers of the edges that the plan's steps use, 0 where a step needs none."""
         far = [(peer, channel) for peer, channel in sorted(plan.edges) if self.far(peer)]
         if far:
-            self._prepare(lambda check: self._proxies.connect(far, self._timeout, check), self._timeout)
+            self._prepare(lambda check: self._proxies.connect(far, self.seconds, check), self.seconds)
         return [0 if step.peer < 0 else self._edge(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps]
 
     def far(self, peer: int) -> bool:

@@ -34,6 +34,7 @@ from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
 from .array import Residual, clear
+from .deadlines import Deadlines
 from .direct import why_not_direct
 from .edges import GpuEdges, Prepare
 from .graphs import GpuGraphs
@@ -59,6 +60,7 @@ Shape = _native.DeviceShape | _native.KernelShape
 class GpuExecutor:
     """What one communicator keeps on this rank's GPU. All of it is made in `__init__` and given back by `close`.
 
+    Calls have `timeout` seconds if they do not say otherwise, the first one, for which all this is made, has `seconds`.
     `capturing`: the call that needs it is being captured into a graph. `meet` exchanges what all ranks must know,
     and `prepare` watches over what connects them.
     """
@@ -70,6 +72,7 @@ class GpuExecutor:
         device: Device,
         planner: Planner,
         timeout: float,
+        seconds: float,
         *,
         capturing: bool,
         meet: Meet,
@@ -83,7 +86,7 @@ class GpuExecutor:
         self._scratch_bytes = 0
         with device.active(), contextlib.ExitStack() as undo:
             no_direct = why_not_direct(wiring, device)
-            share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, timeout, planner.names_any)
+            share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, seconds, planner.names_any)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
             streams = [device.stream(URGENT) for _ in range(_native.DEVICE_LANES)]
@@ -102,8 +105,8 @@ class GpuExecutor:
                 staging=staging,
                 slot_bytes=self._slot_bytes,
             )
-            self._islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, timeout, capturing)
-            undo.callback(self._islands.close)
+            self._islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, seconds, capturing)
+            undo.callback(self._islands.close, timeout)
             island = self._islands.island
             if island is not None:
                 self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
@@ -114,25 +117,22 @@ class GpuExecutor:
             self._proxies = Proxies(wiring, diagnosis, device, share)
             named = self._islands.whole and planner.names_any
             near = NearSlots(device, share, meet, undo) if named else None
-            self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, timeout)
+            self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
-            self._plans = GpuPlans(
-                wiring.rank,
-                wiring.size,
-                self._islands,
-                self._slot_bytes,
-                DeviceBinder(self._queue, device, self._edges.of),
-                planner,
-            )
+            binder = DeviceBinder(self._queue, device, self._edges.of)
+            self._plans = GpuPlans(wiring.rank, wiring.size, self._islands, self._slot_bytes, binder, planner)
             self._one_kernel = None
             if self._edges.one_host and not self._islands.whole and all(gpu.vendor for gpu in share.gpus):
                 self._one_kernel = OneKernel(self._queue, device, share, self._state, wiring.rank, wiring.size)
+            self._deadlines = Deadlines(device, timeout)
+            undo.callback(self._deadlines.close)
             self._watch = GpuWatch(
                 lambda: self.idle,
                 share.awaited,
                 self._edges.progress,
                 self._islands.error,
+                self._deadlines,
                 self._still,
                 self._stuck,
                 self._broken,
@@ -153,7 +153,8 @@ class GpuExecutor:
                 work=lambda current: GpuWork(self, None, "calls", current),
             )
             mates = self._islands.mates(wiring.rank).intersection(wiring.locals)
-            self.messages = GpuMessages(self, share, self._plans, planner, self._calls, mates, self._float8)
+            parts = (share, self._plans, planner, self._calls, self._deadlines)
+            self.messages = GpuMessages(self, *parts, mates, self._float8)
             undo.callback(self.messages.close)
             self._undo = undo.pop_all()
 
@@ -183,12 +184,13 @@ class GpuExecutor:
     def run(self, call: Call, stream: object, async_op: bool, seconds: float) -> GpuWork:
         """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
         handle = self.stream(stream, sendbuf=call.send, recvbuf=call.recv)
+        self._edges.seconds = seconds
         passage = None if self._float8 is None else float8.Float8Conversion.of_call(call, self._wiring.rank)
         if self._float8 is None or passage is None:
-            return self._launch(call, handle, async_op)
+            return self._launch(call, handle, async_op, seconds)
         with self._float8.around(passage, handle, async_op) as (send, recv, on):
             dtype = OCP_OF.get(call.dtype, call.dtype)
-            self._launch(replace(call, send=send, recv=recv, dtype=dtype), on, False, again=False)
+            self._launch(replace(call, send=send, recv=recv, dtype=dtype), on, False, seconds, again=False)
         return GpuWork(self, (call.send, call.recv), call.collective.label)
 
     @property
@@ -207,34 +209,30 @@ class GpuExecutor:
         seconds: float,
     ) -> GpuWork:
         """Enqueue a message to `dest`, one from `source`, or both at once."""
-        return self.messages.one(send, dest, recv, source, stream, async_op)
+        self._edges.seconds = seconds
+        return self.messages.one(send, dest, recv, source, stream, async_op, seconds)
 
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """Enqueue messages that are under way together."""
-        self.messages.together(messages)
+        self._edges.seconds = seconds
+        self.messages.together(messages, seconds)
 
-    def _launch(self, call: Call, stream: int, async_op: bool, *, again: bool = True) -> GpuWork:
+    def _launch(self, call: Call, stream: int, async_op: bool, seconds: float, *, again: bool = True) -> GpuWork:
         """`again`: the fast path may run such a call when it comes again."""
         in_place = call.collective is Collective.ALLTOALL and call.in_place
         bound = self._planner.bound("gpu", (*call.binding, in_place), lambda: self._bind(call, again and not in_place))
         lost = self._residual(call, bound) if call.compress else 0
         source, target = (0 if buffer is None else buffer.ptr for buffer in (call.send, call.recv))
-        self._calls.run(bound, source, target, stream, not async_op, lost)
+        with self._deadlines.call(call.describe, stream, async_op, seconds) as (on, apart):
+            self._calls.run(bound, source, target, on, not apart, lost)
         return GpuWork(self, (call.send, call.recv), call.collective.label)
 
     def _residual(self, call: Call, bound: _native.GpuCall) -> int:
         """Where what calls on these buffers have lost is kept, or 0."""
-
-        def make(count: int) -> Residual | None:
-            try:
-                made = Residual(self._device, 4 * count, lambda: self.idle)
-            except DeviceError:  # the GPU is full; the call goes on, since other ranks may be in it
-                return None
-            clear(self._device, made.address, made.nbytes)
-            return made
-
         assert bound.program is not None
-        found = self._compression.residual(call, bound.program, make)
+        found = self._compression.residual(
+            call, bound.program, lambda count: Residual.cleared(self._device, 4 * count, lambda: self.idle)
+        )
         return 0 if found is None else found.address
 
     def _bind(self, call: Call, again: bool) -> _native.GpuCall:
@@ -315,10 +313,10 @@ class GpuExecutor:
         with contextlib.suppress(CommunicationError):  # all ranks hear of it, and `fail` lets go here
             self._share.check_needed({*self._watch.waits(), *self.messages.awaited})
 
-    def _stuck(self, seconds: float) -> None:
-        """Nothing has moved for so long: the verdict says where everyone stands."""
+    def _stuck(self, problem: str) -> None:
+        """Something does not end: the verdict says where everyone stands."""
         behind, where = self._share.standing(self._watch.waits())
-        text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; {where}"
+        text = f"rank {self._wiring.rank}: {problem}; {where}"
         waits, text = self.messages.awaited, "; ".join(filter(None, (text, self._proxies.describe())))
         if module := self.messages.loading:
             text = f"{text}; its kernels of {module} are being loaded, which waits for messages before it"

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,12 +68,13 @@ class Gpus:
             f" got some of {buffer.place}"
         )
 
-    def on_gpu(self, buffer: Buffer, stream: object) -> GpuExecutor:
-        """The way of calls on a GPU's memory, such as `buffer`, of which the first one is on `stream`."""
+    def on_gpu(self, buffer: Buffer, stream: object, seconds: float) -> GpuExecutor:
+        """The way of calls on a GPU's memory, such as `buffer`, of which the first one is on `stream`, and waits so
+        long in each step of the setting up."""
         with self.turn:
-            return self.executor or self._make_gpu(buffer, stream)
+            return self.executor or self._make_gpu(buffer, stream, seconds)
 
-    def _make_gpu(self, buffer: Buffer, stream: object) -> GpuExecutor:
+    def _make_gpu(self, buffer: Buffer, stream: object, seconds: float) -> GpuExecutor:
         from .device_of import device_of
         from .executor import GpuExecutor
 
@@ -87,32 +89,34 @@ class Gpus:
             device,
             self._planner,
             self._config.timeout,
+            seconds,
             capturing=capturing,
-            meet=self._meet_soon,
+            meet=partial(self._meet_soon, seconds),
             prepare=self._prepare,
         )
         self._diagnosis.on_failure.append(path.fail)
         if self._wiring.engine.failed:  # before it was there
             path.fail()
-        self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
+        self._prove(lambda: path.prove(partial(self._meet_slow, seconds), seconds))
         return path
 
-    def among_gpus(self) -> CpuRank:
-        """How a rank without a GPU takes part in the calls of those that have one (`Topology.some_without_gpu`)."""
+    def among_gpus(self, seconds: float) -> CpuRank:
+        """How a rank without a GPU takes part in the calls of those that have one (`Topology.some_without_gpu`), of
+        which the first waits so long in each step of the setting up."""
         with self.turn:
-            return self.cpu_rank or self._make_host()
+            return self.cpu_rank or self._make_host(seconds)
 
-    def _make_host(self) -> CpuRank:
+    def _make_host(self, seconds: float) -> CpuRank:
         from .cpu_rank import CpuRank
 
         path = self.cpu_rank = CpuRank(
             self._wiring,
             self._diagnosis,
             self._planner,
-            self._config.timeout,
-            meet=self._meet_soon,
+            seconds,
+            meet=partial(self._meet_soon, seconds),
         )
-        self._prove(lambda: path.prove(self._meet_slow, self._prepare, self._config.timeout))
+        self._prove(lambda: path.prove(partial(self._meet_slow, seconds), self._prepare, seconds))
         return path
 
     def device_of(self, buffer: Buffer) -> Device:
@@ -141,15 +145,15 @@ class Gpus:
             device.copy(int(data.ctypes.data), buffer.ptr, buffer.nbytes)
         return replace(buffer, ptr=int(data.ctypes.data), owner=data, device="cpu", index=0, stream=None)
 
-    def converts(self, call: Call, stream: object) -> bool:
+    def converts(self, call: Call, stream: object, seconds: float) -> bool:
         """Whether it is one on 8-bit floats, of which ranks may pass two kinds: see `float8`. As `on_gpu`."""
         buffer = call.send or call.recv
         if buffer is None or (call.dtype not in FNUZ_OF and call.dtype not in OCP_OF):
             return False
         self.check_place(buffer)
         if buffer.device != "cpu":
-            return self.on_gpu(buffer, stream).two_kinds
-        return self._wiring.topology.some_without_gpu and self.among_gpus().two_kinds
+            return self.on_gpu(buffer, stream, seconds).two_kinds
+        return self._wiring.topology.some_without_gpu and self.among_gpus(seconds).two_kinds
 
     def _prove(self, prove: Callable[[], None]) -> None:
         """Try the ways to GPUs. Where that fails, nothing may use them."""
@@ -159,14 +163,14 @@ class Gpus:
             self._wiring.engine.fail(Kind.ABORTED, self._wiring.rank, f"{type(error).__name__}: {error}")
             raise
 
-    def _meet_soon(self, label: str, blob: bytes) -> list[bytes]:
-        return self._meet(label, blob, None)
+    def _meet_soon(self, seconds: float, label: str, blob: bytes) -> list[bytes]:
+        return self._meet(label, blob, seconds)
 
-    def _meet_slow(self, label: str, blob: bytes) -> list[bytes]:
+    def _meet_slow(self, seconds: float, label: str, blob: bytes) -> list[bytes]:
         """While some ranks may still try what does not work: then an engine that takes part carries nothing else."""
         from .path_probe import SECONDS
 
-        seconds = self._config.timeout + 3 * SECONDS
+        seconds += 3 * SECONDS
         if not self._wiring.topology.some_without_gpu:
             return self._meet(label, blob, seconds)
         self._meetings += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import hetcoll._native as _native
@@ -21,6 +22,7 @@ from ..runtime.planner import Planner
 from ..types import DType
 from ..vendors.devices.base import URGENT
 from . import float8
+from .deadlines import Deadlines
 from .plans import GpuPlans
 from .shared import GpuShare, Note
 from .work import Enqueued, GpuWork
@@ -63,11 +65,12 @@ class GpuMessages:
         plans: GpuPlans[_native.DeviceShape],
         planner: Planner,
         calls: _native.GpuCalls,
+        deadlines: Deadlines,
         mates: Collection[int],
         convert: float8.OnGpu | None,
     ) -> None:
         self._path, self._share, self._plans, self._planner, self._calls = path, share, plans, planner, calls
-        self._mates, self._convert, self._device = mates, convert, path.device
+        self._mates, self._convert, self._device, self._deadlines = mates, convert, path.device, deadlines
         self._strangers = frozenset(mates) - {share.rank}
         self.awaited: Collection[int] = ()
         """The ranks that the library connects with this one just now."""
@@ -76,7 +79,14 @@ class GpuMessages:
         self._lanes: dict[tuple[int, int], tuple[int, int]] = {}  # see `_lane`
 
     def one(
-        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, stream: object, async_op: bool
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        stream: object,
+        async_op: bool,
+        seconds: float,
     ) -> GpuWork:
         """Enqueue a message to `dest`, one from `source`, or both at once."""
         handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
@@ -86,10 +96,10 @@ class GpuMessages:
             None if self._convert is None else float8.Float8Conversion.of_message(send, dest, recv, self._share.rank)
         )
         if self._convert is None or passage is None:
-            self._enqueue(send, dest, recv, source, handle, not async_op)
+            self._enqueue(send, dest, recv, source, handle, async_op, seconds)
         else:
             with self._convert.around(passage, handle, async_op) as (out, into, on):
-                self._enqueue(out, dest, into, source, on, True, again=False)
+                self._enqueue(out, dest, into, source, on, False, seconds, again=False)
         return GpuWork(self._path, (send, recv), _MESSAGE)
 
     def _enqueue(
@@ -99,7 +109,8 @@ class GpuMessages:
         recv: Buffer | None,
         source: int,
         stream: int,
-        join: bool,
+        async_op: bool,
+        seconds: float,
         *,
         again: bool = True,
     ) -> None:
@@ -108,19 +119,21 @@ class GpuMessages:
         assert first is not None
         ends = (() if send is None else ((dest, send.count),), () if recv is None else ((source, recv.count),))
         key = (first.dtype, *ends)
+        describe = partial(describe_message, send, dest, recv, source)
 
         def bind() -> _native.GpuCall:
             self._load_ahead()
             notes = self._share.notes(send, dest, recv, source)
             plan = self._plans.messages(*key, self._mates)
-            bound = self._path.bound(plan, describe_message(send, dest, recv, source), notes, first.dtype)
+            bound = self._path.bound(plan, describe(), notes, first.dtype)
             if again:
                 self._calls.remember(*message_key(send, dest, recv, source), bound)
             return bound
 
-        self._connect((dest, source), stream)
         source_at, target_at = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
-        self._calls.run(self._planner.bound("gpu message", key, bind), source_at, target_at, stream, join)
+        with self._deadlines.call(describe, stream, async_op, seconds) as (on, apart):
+            self._connect((dest, source), on)
+            self._calls.run(self._planner.bound("gpu message", key, bind), source_at, target_at, on, not apart)
 
     def _load_ahead(self) -> None:
         """Before the first message: a driver may wait for the device when it loads kernels, and the device will wait
@@ -157,7 +170,7 @@ class GpuMessages:
         self._device.wait(lane, begun)
         return lane, False
 
-    def together(self, messages: Sequence[Message]) -> None:
+    def together(self, messages: Sequence[Message], seconds: float) -> None:
         """Enqueue messages that are under way together. Where some are converted they go a send and a receive at a
         time: each has to be read before its conversion's memory is written again."""
         if not self._converts(messages):
@@ -173,10 +186,10 @@ class GpuMessages:
                 send, dest = out or (None, -1)
                 recv, source = into or (None, -1)
                 if send is not None and recv is not None and send.dtype is not recv.dtype:
-                    self.one(send, dest, None, -1, None, False)
-                    self.one(None, -1, recv, source, None, False)
+                    self.one(send, dest, None, -1, None, False, seconds)
+                    self.one(None, -1, recv, source, None, False, seconds)
                 else:
-                    self.one(send, dest, recv, source, None, False)
+                    self.one(send, dest, recv, source, None, False, seconds)
 
     def _converts(self, messages: Sequence[Message]) -> bool:
         """Whether some of them are of 8-bit floats that their other rank has in another kind: see `float8`."""

@@ -63,7 +63,7 @@ class GpuIslands:
         mine = next(island for island in self.islands if rank in island)
         self.place, self.members = mine.index(rank), len(mine)
         self.island: Island | None = None
-        self._rank, self._seconds = rank, min(timeout, _END_SECONDS)
+        self._rank = rank
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ending: threading.Thread | None = None
         if all(len(island) == 1 for island in self.islands):
@@ -121,8 +121,8 @@ class GpuIslands:
         if self.island is not None:
             self._asked.put(self.island.abort)
 
-    def close(self) -> None:
-        """End the library's communicator, if it was not aborted.
+    def close(self, timeout: float) -> None:
+        """End the library's communicator, if it was not aborted, in `timeout` seconds or fewer.
 
         The library waits for graphs that have calls of it (NCCL: ``ncclCommDestroy`` and ``ncclCommAbort``, without
         an end). They are the user's and may live as long as the process: after some seconds they are left to it.
@@ -130,7 +130,8 @@ class GpuIslands:
         if self.island is None or self._ending is None:
             return
         self._asked.put(self.island.close)
-        self._ending.join(self._seconds)
+        seconds = min(timeout, _END_SECONDS)
+        self._ending.join(seconds)
         if self._ending.is_alive():
             log.warning(
                 "rank %d: %s has not ended its communicator of %s within %g s: it waits for graphs that hold calls of"
@@ -138,7 +139,7 @@ class GpuIslands:
                 self._rank,
                 self.island.library,
                 spell_ranks(next(one for one in self.islands if self._rank in one)),
-                self._seconds,
+                seconds,
             )
 
 

@@ -2,9 +2,10 @@
 
 It sleeps while nothing is in flight, and looks now and then where calls were captured into graphs: a replayed kernel
 that waits says for whom, again and again (``devices/kernels/waits.h``). What does not move for the communicator's
-timeout is ended on every rank, by a verdict that says who called what, and within seconds where a rank that it needs
-has left. Once all know of a failure (`health.all_know`), the streams here are let go, again and again until they are
-idle, since a peer's stream may still write a word after we did.
+timeout is ended on every rank, by a verdict that says who called what, as is a call that has a time of its own
+(`deadlines`) when that is over, and within seconds where a rank that it needs has left. Once all know of a failure
+(`health.all_know`), the streams here are let go, again and again until they are idle, since a peer's stream may still
+write a word after we did.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+
+from .deadlines import Deadlines
 
 _PAUSE = 0.25  # seconds between looks while something is in flight
 _RELEASE_PAUSE = 0.01
@@ -25,9 +28,10 @@ class GpuWatch:
     """`idle`, `progress` and `problem` (what a library failed with, or None) are asked while something is in flight.
 
     `awaited`, asked where calls were captured, says for whom kernels have been seen to wait since the last time.
-    `still` is asked to look, again and again, where nothing has moved for a while. `stuck` is told the seconds that
-    nothing moved, `broken` the problem. After a failure `give_up` is called once, and may wait for what comes before
-    streams are let go, which is done by `release`.
+    `still` is asked to look, again and again, where nothing has moved for a while. `stuck` is told what does not end,
+    `broken` the problem. `deadlines` has the calls that may take others than `timeout` seconds: one that has less ends
+    when they are over, and while one has more everything may stand still for longer. After a failure `give_up` is
+    called once, and may wait for what comes before streams are let go, which is done by `release`.
     """
 
     def __init__(
@@ -36,14 +40,16 @@ class GpuWatch:
         awaited: Callable[[], Collection[int]],
         progress: Callable[[], int],
         problem: Callable[[], str | None],
+        deadlines: Deadlines,
         still: Callable[[], None],
-        stuck: Callable[[float], None],
+        stuck: Callable[[str], None],
         broken: Callable[[str], None],
         give_up: Callable[[], None],
         release: Callable[[], None],
         timeout: float,
     ) -> None:
         self._idle, self._awaited, self._progress, self._problem = idle, awaited, progress, problem
+        self._deadlines = deadlines
         self._still, self._stuck, self._broken = still, stuck, broken
         self._give_up, self._release = give_up, release
         self._timeout = timeout
@@ -117,10 +123,13 @@ class GpuWatch:
             if problem is not None:
                 self._broken(problem)
                 self._failed.set()
+            elif not self._patient and (call := self._deadlines.over()) is not None:
+                self._stuck(f"{call.what} did not finish in {call.seconds:g} s")
+                self._failed.set()
             elif now != moved or self._patient:
                 moved, since = now, time.monotonic()
-            elif (seconds := time.monotonic() - since) > self._timeout:
-                self._stuck(seconds)
+            elif (seconds := time.monotonic() - since) > max(self._timeout, self._deadlines.longest):
+                self._stuck(f"GPU calls have not moved for {seconds:.3g} s")
                 self._failed.set()
             elif seconds > _STILL:
                 self._still()

@@ -199,7 +199,7 @@ class Core:
         seconds = self.seconds(timeout)
         if not self._inspectors or async_op or call.label:
             return self.start(call, async_op, seconds, stream)
-        converts = self.gpus.converts(call, stream)
+        converts = self.gpus.converts(call, stream, seconds)
         seen = self._seen(call, stream)
         for inspector in self._inspectors:
             inspector.before(seen, converts, seconds)
@@ -223,19 +223,19 @@ class Core:
         buffer = call.send or call.recv
         if buffer is None or call.label:
             return self.host.run(call, stream, async_op, seconds)
-        with self.executor(buffer, stream) as executor:
+        with self.executor(buffer, stream, seconds) as executor:
             return executor.run(call, stream, async_op, seconds)
 
     @contextlib.contextmanager
-    def executor(self, buffer: Buffer, stream: object) -> Iterator[Executor]:
-        """What runs calls on such memory, for the ``with`` block; on a GPU's, one thread at a time."""
+    def executor(self, buffer: Buffer, stream: object, seconds: float) -> Iterator[Executor]:
+        """What runs calls on such memory, for the ``with`` block; on a GPU's, one thread at a time (`Gpus.on_gpu`)."""
         if self.config.device is not None:
             self.gpus.check_place(buffer)
         if buffer.device == "cpu":
             yield self.host
             return
         with self.gpus.turn:
-            executor = self.gpus.on_gpu(buffer, stream)
+            executor = self.gpus.on_gpu(buffer, stream, seconds)
             self.choose_fast_path()  # from the first call on, the fast path tries the GPU's, too
             yield executor
 

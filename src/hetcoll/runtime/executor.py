@@ -150,11 +150,13 @@ class Gpus(Protocol):
     def check_place(self, buffer: Buffer) -> None:
         """BufferTypeError unless a buffer is where this rank said that its buffers are."""
 
-    def on_gpu(self, buffer: Buffer, stream: object) -> Executor:
-        """The executor of calls on memory such as `buffer`, of which the first one is on `stream`."""
+    def on_gpu(self, buffer: Buffer, stream: object, seconds: float) -> Executor:
+        """The executor of calls on memory such as `buffer`, of which the first one is on `stream`, and waits so long in
+        each step of the setting up."""
 
-    def among_gpus(self) -> CpuRank:
-        """How a rank without a GPU takes part in the calls of those that have one (`Topology.some_without_gpu`)."""
+    def among_gpus(self, seconds: float) -> CpuRank:
+        """How a rank without a GPU takes part in the calls of those that have one (`Topology.some_without_gpu`). The
+        first call waits so long in each step of the setting up."""
 
     def device_of(self, buffer: Buffer) -> Any:
         """The GPU that holds a buffer."""
@@ -166,7 +168,7 @@ class Gpus(Protocol):
         """The buffer itself, or a copy on the host of one on a GPU, after what is on `stream`; none of one whose stream
         is being captured, which has no data yet."""
 
-    def converts(self, call: Call, stream: object) -> bool:
+    def converts(self, call: Call, stream: object, seconds: float) -> bool:
         """Whether it is one on 8-bit floats, of which ranks may pass two kinds."""
 
     def counters(self) -> dict[str, int]: ...

@@ -170,7 +170,7 @@ class HostExecutor:
         """See `executor.Executor`. Those that make a communicator out of ranks (`call.label`) never ask for GPUs."""
         among, finish = None, None
         if self._with_gpus and (call.send or call.recv) and not call.label:
-            among = self.gpus.among_gpus()
+            among = self.gpus.among_gpus(seconds)
             call, finish = among.converted(call)
         plans = among or self.plans
         reporter, thread = self.reporter, threading.get_ident()
@@ -207,7 +207,7 @@ class HostExecutor:
         """See `executor.Executor`. `background`: a thread of the engine's may help it on."""
         among, finish = None, None
         if self._with_gpus:
-            among = self.gpus.among_gpus()
+            among = self.gpus.among_gpus(seconds)
             send, recv, finish = among.converted_message(send, dest, recv)
         plans = among or self.plans
         with self._inside(describe_message(send, dest, recv, source)):

@@ -50,7 +50,7 @@ def end_group(core: Core, run: bool) -> None:
         core.gpus.check_place(message.buffer)
     for some in (on_gpu, [message for message in every if message.buffer.device == "cpu"]):
         if some:
-            with core.executor(some[0].buffer, None) as executor:
+            with core.executor(some[0].buffer, None, core.config.timeout) as executor:
                 executor.exchange_all(some, core.config.timeout)
 
 
@@ -126,7 +126,7 @@ def _exchange(
     assert buffer is not None
     seconds = core.seconds(timeout)
     what = partial(describe_message, send, dest, recv, source)
-    with core.range(what), core.executor(buffer, stream) as executor:
+    with core.range(what), core.executor(buffer, stream, seconds) as executor:
         return executor.exchange(send, dest, recv, source, stream, async_op, seconds)
 
 

@@ -210,9 +210,9 @@ def _difference(moves: tuple[Move, ...], first: dict[str, Any], theirs: dict[str
 def _set_up(core: Core, buffer: Buffer) -> None:
     """See `_agree`. Nothing where that was done before."""
     if buffer.device == "cpu":
-        core.gpus.among_gpus()
+        core.gpus.among_gpus(core.config.timeout)
     else:
-        with core.executor(buffer, None):
+        with core.executor(buffer, None, core.config.timeout):
             pass
 
 
