@@ -34,7 +34,8 @@ def every_case() -> list[Case]:
             counts = (5, 0, 4) if kind.label.endswith("v") else ()
             root = SIZE - 1 if kind in ROOTED else 0
             found.append(Case(kind.label, dtype, 7, op if kind in REDUCING else "sum", root, counts=counts))
-    return [*found, Case("alltoallv", "uint8", 30)]
+    large = [Case(kind, "float64", 3001, exact=False) for kind in ("allreduce", "reduce_scatter", "alltoall")]
+    return [*found, *large, Case("alltoallv", "uint8", 30)]
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

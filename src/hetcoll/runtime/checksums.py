@@ -19,7 +19,8 @@ from ..calls import Call
 from ..types import COMPLEX, LOGICAL, DType, Format, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_LANES = 64  # numbers in which a whole buffer is folded, or all parts of one together
+_LANES = 16  # numbers in which a whole buffer is folded, or all parts of one together
+_BYTES = 64  # that one of them, or the hash of a part, takes as JSON, at most
 _FOLDS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum,
     ReduceOp.LAND: np.logical_and, ReduceOp.LOR: np.logical_or, ReduceOp.LXOR: np.logical_xor,
@@ -50,6 +51,11 @@ _FLOATS |= {DType.COMPLEX64: _FLOATS[DType.FLOAT32], DType.COMPLEX128: _FLOATS[D
 def foldable(call: Call) -> bool:
     """Whether what `call` reduces has a checksum."""
     return call.compress is Format.NONE and not (call.dtype in _FLOATS and call.op is ReduceOp.PROD)
+
+
+def room(parts: int) -> int:
+    """Bytes that the checksums of so many parts take as JSON, at most."""
+    return _BYTES * max(_LANES, parts)
 
 
 class Fold:

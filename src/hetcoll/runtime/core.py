@@ -269,12 +269,12 @@ class Core:
                 self._riders[kind] = make(self._owner)
             return cast("R", self._riders[kind])  # it is of the type that it is kept by
 
-    def meet(self, label: str, blob: bytes, timeout: float | None = None) -> list[bytes]:
-        """Every rank's `blob`, by rank. A collective call that is called `label` in errors."""
-        if len(blob) > _MEETING_BYTES:
-            raise InitError(f"{label}: {len(blob)} bytes to tell the other ranks, room for {_MEETING_BYTES}")
-        mine = np.frombuffer(blob.ljust(_MEETING_BYTES), np.uint8)
-        rows = np.empty((self.size, _MEETING_BYTES), np.uint8)
+    def meet(self, label: str, blob: bytes, timeout: float | None = None, room: int = _MEETING_BYTES) -> list[bytes]:
+        """Every rank's `blob`, by rank, of at most `room` bytes. A collective call that is called `label` in errors."""
+        if len(blob) > room:
+            raise InitError(f"{label}: {len(blob)} bytes to tell the other ranks, room for {room}")
+        mine = np.frombuffer(blob.ljust(room), np.uint8)
+        rows = np.empty((self.size, room), np.uint8)
         self.launch(calls.meeting(self.rank, label, mine, rows), False, timeout)
         return [row.tobytes().rstrip() for row in rows]
 

@@ -27,12 +27,13 @@ from ..calls.buffers import Buffer, element_type
 from ..errors import ArgumentError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..types import COMPLEX, FLOATS, OCP_OF, REDUCING, SAME, Collective, Format
-from .checksums import Fold, foldable
+from .checksums import Fold, foldable, room
 
-Meet = Callable[[str, bytes, float], list[bytes]]
+Meet = Callable[[str, bytes, float, int], list[bytes]]
 FROM_ROOT = frozenset({Collective.BROADCAST, Collective.SCATTER})
 TO_ROOT = frozenset({Collective.REDUCE, Collective.GATHER})
 _CUT = frozenset({Collective.REDUCE_SCATTER, Collective.SCATTER, Collective.ALLTOALL})
+_LEAST = 512  # bytes to tell the others what is not finite, or a hash
 _EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
 
@@ -48,7 +49,8 @@ class CrossCheck:
         8-bit floats."""
         source = given(call, self._rank)
         mine = ("", []) if source is None else (find_odd(source), self._checksums(call, source, converts))
-        told = self._tell(f"HETCOLL_CHECK before {_common(call, converts)}", mine, seconds)
+        space = room(len(_shares(call, self._size)[0]))
+        told = self._tell(f"HETCOLL_CHECK before {_common(call, converts)}", mine, seconds, space)
         self._given = [given for _, given in told]
         problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text]
         if problems:
@@ -98,8 +100,8 @@ class CrossCheck:
         self._diagnosis.post(Kind.CORRUPT, -1, f"HETCOLL_CHECK: {problem}")
         raise self._diagnosis.error()
 
-    def _tell(self, label: str, mine: object, seconds: float) -> list[Any]:
-        return [json.loads(blob) for blob in self._meet(label, json.dumps(mine).encode(), seconds)]
+    def _tell(self, label: str, mine: object, seconds: float, space: int = 0) -> list[Any]:
+        return [json.loads(blob) for blob in self._meet(label, json.dumps(mine).encode(), seconds, _LEAST + space)]
 
 
 def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
