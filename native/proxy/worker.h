@@ -9,8 +9,10 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -43,26 +45,33 @@ class ProxyWorker {
   // In a fork's child: the thread is the parent's, and so are the devices.
   void Abandon();
 
-  // Calls `ask` with this thread's RDMA links between two passes over its lanes, and waits for that; on the caller's
-  // own thread once this one has ended.
+  // Calls `ask` with this thread's RDMA links between two passes over its lanes, and waits for what it gives or throws;
+  // on the caller's own thread once this one has ended.
   template <class Ask>
-  auto AskVerbs(Ask&& ask) -> decltype(ask(std::declval<std::unique_ptr<VerbsHost>&>())) {
-    std::packaged_task<decltype(ask(verbs_))()> task([&] { return ask(verbs_); });
-    Do([&] { task(); });
-    return task.get_future().get();
+  auto AskVerbs(Ask&& ask) {
+    return Answer([&] { return ask(verbs_); });
   }
   std::atomic<bool>& has_events() { return has_events_; }
   // The same for TCP sockets that were made again.
   template <class Ask>
-  auto AskResumed(Ask&& ask) -> decltype(ask(std::declval<Mending::Resumed&>())) {
-    std::packaged_task<decltype(ask(resumed_))()> task([&] { return ask(resumed_); });
-    Do([&] { task(); });
-    return task.get_future().get();
+  auto AskResumed(Ask&& ask) {
+    return Answer([&] { return ask(resumed_); });
   }
 
  private:
   template <class Change>
   void Tell(Change&& change);
+  template <class Call>
+  auto Answer(Call&& call) {
+    using Result = decltype(call());
+    if constexpr (std::is_void_v<Result>) {
+      Do(call);
+    } else {
+      std::optional<Result> result;
+      Do([&] { result.emplace(call()); });
+      return std::move(*result);
+    }
+  }
   void Do(const std::function<void()>& what);
   void Run();
   bool MoveAny(const std::vector<ProxyLane*>& active);

@@ -43,12 +43,12 @@ Library Open() {
   return found;
 }
 
-struct Status {
+struct StatusText {
   const char* name;
   const char* cause;
 };
 
-constexpr std::array<Status, 22> kStatuses{{
+constexpr std::array<StatusText, 22> kStatuses{{
     {"IBV_WC_SUCCESS", ""},
     {"IBV_WC_LOC_LEN_ERR", "a write was longer than the port allows"},
     {"IBV_WC_LOC_QP_OP_ERR", "the port is down, or the device refused the request"},
@@ -77,8 +77,8 @@ constexpr std::array<Status, 22> kStatuses{{
     {"IBV_WC_GENERAL_ERR", "the device failed"},
 }};
 
-const Status& StatusOf(ibv::WcStatus status) {
-  static constexpr Status kUnknown{"an unknown status", "the device failed"};
+const StatusText& StatusOf(ibv::WcStatus status) {
+  static constexpr StatusText kUnknown{"an unknown status", "the device failed"};
   const auto index = static_cast<std::size_t>(status);
   return index < kStatuses.size() ? kStatuses[index] : kUnknown;
 }
