@@ -154,9 +154,9 @@ def near(comm: hetcoll.Communicator, count: int, closes: int) -> None:
     part = comm.split(0)
     assert part is not None
     with part:
-        x = part.empty(count, np.float64)
-        x[:] = comm.rank + 1
         with of_part(range(comm.size)):
+            x = part.empty(count, np.float64)
+            x[:] = comm.rank + 1
             part.allreduce(x)
         assert (x == comm.size * (comm.size + 1) / 2).all()
         if comm.rank != closes:

@@ -130,6 +130,35 @@ def test_a_successor_that_is_stopped_is_passed_over_by_more_than_half(launch: La
     assert set(found(ranks, 0, int((tmp_path / "first").read_text())).values()) == {3}
 
 
+def meet_a_stranger(comm: hetcoll.Communicator) -> int:
+    """For the last one that is no first successor somebody listens where the store did, who does not greet."""
+    known, lost = comm._session.control._succession, comm._session.control.unique_id.addresses
+    wait_until(lambda: len(known._order) == 3)
+    first = comm.allgather(np.array([known._order[0] == known._mine]))
+    if comm.rank == max(rank for rank in range(1, comm.size) if not first[rank, 0]):
+        serves, refused = succession._serves, succession._refused
+
+        def wait_in_vain(unique_id: UniqueId, seconds: float) -> bool:
+            if unique_id.addresses != lost:
+                return serves(unique_id, seconds)
+            time.sleep(max(0.0, seconds))
+            return False
+
+        succession._serves = wait_in_vain
+        succession._refused = lambda address, until: address not in lost and refused(address, until)
+    lose(comm, 0)
+    rest = comm.shrink()
+    works(rest)
+    return rest.size
+
+
+@pytest.mark.calm
+def test_who_looks_for_the_lost_store_first_does_not_come_too_late(launch: Launch) -> None:
+    ranks = launch(4)
+    ranks.start(meet_a_stranger)
+    assert set(found(ranks, 0).values()) == {3}
+
+
 def is_first(comm: hetcoll.Communicator) -> bool:
     known = comm._session.control._succession
     wait_until(lambda: bool(known._order))

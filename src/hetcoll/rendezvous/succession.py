@@ -24,8 +24,11 @@ log = logging.getLogger("hetcoll.succession")
 
 SECONDS = 30.0  # in which a successor is found
 _GREETS = 3.0  # seconds that one which listens is given at a time: it may have yet to notice
+_STILL_GREETS = 1.0  # seconds that the lost store is given: its port may have gone to a stranger since
 _REFUSES = 1.0  # seconds in which the listener of a process that died is gone, too
 _UNSURE_GRACE = 15.0  # seconds between the first and the last who notice that a host has vanished
+
+assert _STILL_GREETS + _REFUSES < GRACE, "who looks there first comes too late"
 
 Places = tuple[tuple[str, int], ...]
 
@@ -86,7 +89,7 @@ class Succession:
             return None
         if not end.orderly:
             self._certain = self._certain and end.sure  # also where it serves as yet: it may end before we are there
-            found = _look(lost)
+            found = _look(lost, _STILL_GREETS)
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
@@ -97,7 +100,7 @@ class Succession:
                 if places == self._mine:
                     return self._take_over(lost)
                 there = replace(lost, addresses=places)
-                found = _look(there)
+                found = _look(there, _GREETS)
                 if found is _Found.SERVES:
                     return there
                 silent, self._certain = silent or found is _Found.SILENT, self._certain and found is _Found.DEAD
@@ -148,12 +151,12 @@ class _Found(enum.Enum):
     SILENT = enum.auto()
 
 
-def _look(unique_id: UniqueId) -> _Found:
-    """What is there of the job's store.
+def _look(unique_id: UniqueId, seconds: float) -> _Found:
+    """What is there of the job's store, which has so many seconds to greet.
 
     A process that ends closes its listeners last or first, but soon; and the next store may listen where one died.
     """
-    seconds, until = _GREETS, 0.0
+    until = 0.0
     while True:
         if _serves(unique_id, seconds):
             return _Found.SERVES

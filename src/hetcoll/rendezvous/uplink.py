@@ -32,7 +32,7 @@ log = logging.getLogger("hetcoll.uplink")
 
 SILENCE = 10.0  # seconds without a word from a relay until it is given up
 RETURN = 20.0  # seconds in which whoever lost its relay finds another
-GRACE = 2.0  # seconds in which the members of a small job come to a new store
+GRACE = 3.0  # seconds in which the members of a small job come to a new store
 ABSENCE = 30.0  # seconds until who lives and has not come back to the store is lost; of large jobs, who may live
 _RELAY_SECONDS = 10.0  # that a relay has to answer
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 8.0  # seconds until who was not let in comes again, doubling: many wait at once

@@ -20,7 +20,7 @@ from ..types import COMPLEX, LOGICAL, DType, Format, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _LANES = 16  # numbers in which a whole buffer is folded, or all parts of one together
-_BYTES = 64  # that one of them, or the hash of a part, takes as JSON, at most
+_BYTES = 96  # that a lane or a part takes as JSON, at most: three floats, or a hash
 _FOLDS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum,
     ReduceOp.LAND: np.logical_and, ReduceOp.LOR: np.logical_or, ReduceOp.LXOR: np.logical_xor,
