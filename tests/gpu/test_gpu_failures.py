@@ -27,7 +27,7 @@ from hetcoll.errors import (
 )
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.watchdog import GpuWatch
-from hetcoll.health.diagnosis import Diagnosis
+from hetcoll.health.diagnosis import Diagnosis, Kind
 
 Launch = Callable[..., Ranks]
 APART, TOGETHER, NEAR = "0|1|2", "", "direct"  # an island each; one for all; one whose GPUs copy to each other
@@ -307,3 +307,19 @@ def test_nothing_wrong_is_passed_on_where_a_link_from_another_host_fails() -> No
     finally:
         ranks.kill_all()
     assert results[0] == results[2] == "rank 1 called abort(): enough"
+
+
+def close_unheard(comm: hetcoll.Communicator) -> float:
+    """A link has failed in the engine, and nobody was told: `close` cannot count on a verdict that lets streams go."""
+    made = warm_up(comm, LARGE)
+    comm.barrier()
+    if comm.rank == 0:
+        comm.recv(made.buffer(), 1)
+        comm._engine.fail(Kind.ABORTED, 1, "a link has failed")
+    begun = time.monotonic()
+    comm.close()
+    return time.monotonic() - begun
+
+
+def test_close_lets_streams_go_after_a_failure_that_nobody_was_told_of(gpus: Launch) -> None:
+    assert max(gpus(APART).run(close_unheard, timeout=60)) < 30

@@ -399,8 +399,10 @@ class GpuExecutor:
         deadline = time.monotonic() + timeout
         with self._watch.patient():
             while not self._watch.quiet():
-                if time.monotonic() > deadline and not self._engine.failed:
-                    self._broken(f"its GPU calls had been under way for {timeout:g} s when it closed the communicator")
+                if time.monotonic() > deadline:
+                    if not self._engine.failed:
+                        self._broken(f"its GPU calls had been under way for {timeout:g} s when it closed")
+                    self.fail()  # also of what the engine alone has failed with
                 time.sleep(0.001)
         self._segment.release_kernels(self._share.here)  # of a replay that began just now: drivers wait for it below
         self._compression.forget()
