@@ -15,7 +15,7 @@ from .diagnosis import Diagnosis
 
 _QUESTION, _END = "who knows", "all know"
 _SECONDS = 2.0  # for which ranks are waited for that do not answer: stopped, or cut off
-_APART = 1e-3  # seconds between the beginnings of two ranks
+_APART, _LAST = 1e-3, 0.5  # seconds between the beginnings of two ranks, and until the last ones'
 
 
 class AllKnow:
@@ -28,7 +28,7 @@ class AllKnow:
 
     def wait(self) -> None:
         """Block, some seconds at most, until every rank that answers knows. To be called once this one does."""
-        if self._over.wait(self._rank * _APART) or (self._asked.is_set() and self._over.wait(_SECONDS)):
+        if self._over.wait(min(self._rank * _APART, _LAST)) or (self._asked.is_set() and self._over.wait(_SECONDS)):
             return
         try:
             self._diagnosis.ask(_QUESTION, _SECONDS)
