@@ -137,7 +137,11 @@ for _kind in Collective:
 LOGICAL = frozenset({ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR})
 """What makes 0 or 1 of any element."""
 REDUCING = frozenset({Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE, Collective.REDUCE_SCATTERV})
-ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER})
+FROM_ROOT = frozenset({Collective.BROADCAST, Collective.SCATTER})
+TO_ROOT = frozenset({Collective.REDUCE, Collective.GATHER})
+ROOTED = FROM_ROOT | TO_ROOT
+CUT = frozenset({Collective.REDUCE_SCATTER, Collective.SCATTER, Collective.ALLTOALL})
+"""Where what a rank gives has a part for each rank; of the forms with counts their plain ones."""
 WHOLE = frozenset({Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCE})  # buffers are not cut by rank
 SAME = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.ALLGATHERV, Collective.BROADCAST})
 """What leaves the same on every rank."""

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..types import REDUCING, WHOLE, Collective
+from ..types import CUT, FROM_ROOT, REDUCING, TO_ROOT, WHOLE, Collective
 
 MOST_RANKS = 16
 SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
 ONE_SHOT, MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to which each reduces all; of two or three
 MOST_MOVED = 1 << 20  # bytes that a rank of another collective reads, or writes
 _MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond ONE_SHOT
-_FROM_ROOT = (Collective.BROADCAST, Collective.SCATTER)
-_TO_ROOT = (Collective.REDUCE, Collective.GATHER)
-_CUT_SOURCES = (Collective.REDUCE_SCATTER, Collective.ALLTOALL, Collective.SCATTER)
-BY_KERNEL = (Collective.ALLREDUCE, Collective.ALLGATHER, *_CUT_SOURCES[:2], *_FROM_ROOT, *_TO_ROOT)
+BY_KERNEL = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER}) | CUT | FROM_ROOT | TO_ROOT
 
 
 class Way(NamedTuple):
@@ -42,12 +39,12 @@ class Moves(NamedTuple):
 
 def way(collective: Collective, size: int, rank: int, root: int) -> Way:
     """That of `rank`; `root` counts where there is one."""
-    sources = range(root, root + 1) if collective in _FROM_ROOT else range(size)
-    takers = {root} if collective in _TO_ROOT else {*range(size)}
+    sources = range(root, root + 1) if collective in FROM_ROOT else range(size)
+    takers = {root} if collective in TO_ROOT else {*range(size)}
     if collective is Collective.BROADCAST:
         takers.remove(root)  # whose buffer holds it
     takes = sources if rank in takers else range(0)
-    return Way(takes, rank in sources and takers != {rank}, collective in _CUT_SOURCES)
+    return Way(takes, rank in sources and takers != {rank}, collective in CUT)
 
 
 def choose(collective: Collective, nbytes: int, size: int) -> str | None:

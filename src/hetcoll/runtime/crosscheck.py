@@ -26,13 +26,10 @@ from ..calls import Call
 from ..calls.buffers import Buffer, element_type
 from ..errors import ArgumentError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
-from ..types import COMPLEX, FLOATS, OCP_OF, REDUCING, SAME, Collective, Format
+from ..types import COMPLEX, CUT, FLOATS, FROM_ROOT, OCP_OF, REDUCING, SAME, TO_ROOT, Collective, Format
 from .checksums import Fold, foldable, room
 
 Meet = Callable[[str, bytes, float, int], list[bytes]]
-FROM_ROOT = frozenset({Collective.BROADCAST, Collective.SCATTER})
-TO_ROOT = frozenset({Collective.REDUCE, Collective.GATHER})
-_CUT = frozenset({Collective.REDUCE_SCATTER, Collective.SCATTER, Collective.ALLTOALL})
 _LEAST = 512  # bytes to tell the others what is not finite, or a hash
 _EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
@@ -83,7 +80,7 @@ class CrossCheck:
         """What is wrong with what this rank has got, if anything."""
         if call.compress is not Format.NONE:
             return ""
-        at = self._rank if call.collective.plain in _CUT else 0  # the part of what each rank gives that is for this one
+        at = self._rank if call.collective.plain in CUT else 0  # the part of what each rank gives that is for this one
         if call.collective in REDUCING:
             if converts or not foldable(call):
                 return ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 
-from ...types import Collective
+from ...types import FROM_ROOT, TO_ROOT, Collective
 from ..ir import Buf, Op, Plan, Span, Step
 from .grid import Grid
 from .local import flows, reads, writes
@@ -134,7 +134,7 @@ def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory
         _check_barrier(plans, order)
         return
     for plan, memory in zip(plans, memories, strict=True):
-        if kind not in (Collective.BROADCAST, Collective.SCATTER) or plan.rank == plan.root:
+        if kind not in FROM_ROOT or plan.rank == plan.root:
             for unit, cell in zip(memory.grid.points[Buf.SEND], memory.cells[Buf.SEND], strict=False):
                 memory.values[cell] = _input(plan.rank, unit)
     messages: dict[int, list[Value]] = {}
@@ -149,7 +149,7 @@ def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory
             last = memory.writer[cell]
             if last is not None and not memory.readers[cell]:
                 raise wrong(plan, last.node.index, "nobody uses the result")
-        if plan.rank == plan.root or kind not in (Collective.REDUCE, Collective.GATHER):
+        if plan.rank == plan.root or kind not in TO_ROOT:
             _check_result(plans, plan, memory, memories[0], averaged, totals)
 
 
