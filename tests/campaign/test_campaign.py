@@ -52,7 +52,7 @@ def test_the_same_where_it_went_wrong_once() -> None:
     play(FOUND * 4)
 
 
-@pytest.mark.parametrize("kind", sorted(NETWORK))
+@parametrize("kind", sorted(NETWORK), first=3)
 def test_the_same_where_networks_are_slow_or_cut(kind: str) -> None:
     play(range(LANES), kind)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import star
+from thorough import parametrize
 
 from hetcoll.cli import main, simulate
 from hetcoll.cli.topo import text
@@ -76,7 +77,7 @@ def test_output_without_prefix_and_a_module(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["0 a --b", "1 a --b"]
 
 
-@pytest.mark.parametrize("words", [["--b", "-n", "3", "--", "--torch"], ["a", "--", "-n"], ["--help"]])
+@parametrize("words", [["--b", "-n", "3", "--", "--torch"], ["a", "--", "-n"], ["--help"]], first=1)
 def test_what_follows_a_module_is_its_own(words: list[str], tmp_path: Path) -> None:
     """As Python has it."""
     (tmp_path / "say.py").write_text("import sys\nprint(*sys.argv[1:])\n")

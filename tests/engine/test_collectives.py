@@ -285,7 +285,7 @@ def sequences(draw: st.DrawFn, size: int) -> list[tuple[Case, bool]]:
     return calls
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@parametrize("size", [4, 2, 3], first=1)
 @given(data=st.data())
 @settings(deadline=None, max_examples=34, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_calls_one_after_another(pool: Pool, size: int, data: st.DataObject) -> None:
@@ -312,7 +312,7 @@ def planned_cases(draw: st.DrawFn, size: int) -> tuple[Case, str, dict[str, Any]
     return case, name, draw(st.sampled_from(list(LINKS.values())))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@parametrize("size", [3, 5, 2, 4], first=2)
 @given(data=st.data())
 @settings(deadline=None, max_examples=13, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_engine_does_what_the_plans_say(pool: Pool, size: int, data: st.DataObject) -> None:

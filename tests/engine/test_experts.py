@@ -37,7 +37,7 @@ def cases(size: int) -> st.SearchStrategy[Case]:
 
 
 @pytest.mark.parametrize("form", [check, check_few])
-@pytest.mark.parametrize(("dtype", "fp8"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@parametrize(("dtype", "fp8"), [("bfloat16", True), ("float32", False), ("bfloat16", False)], first=1)
 @parametrize(
     ("size", "link"),
     [(3, {}), (2, {"HETCOLL_TRANSPORT": "tcp"}), (1, {}), (4, {"HETCOLL_HOST_ID": ("a", "a", "b", "b")})],

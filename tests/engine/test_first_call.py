@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from patience import DEADLINE
+from thorough import parametrize
 
 JOB = """
 import json, os, sys
@@ -52,7 +53,7 @@ with hetcoll.init() as comm:
 """
 
 
-@pytest.mark.parametrize("algorithm", ["", "ring"])
+@parametrize("algorithm", ["", "ring"], first=1)
 def test_a_first_call_takes_a_short_way(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if algorithm:
         monkeypatch.setenv("HETCOLL_ALGO", algorithm)

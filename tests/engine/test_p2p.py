@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import Fenced, variant
 from ranks import Ranks
+from thorough import parametrize
 
 import hetcoll
 
@@ -52,7 +53,7 @@ def every_pair(comm: hetcoll.Communicator, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("size", [2, 3])
+@parametrize("size", [3, 2], first=1)
 def test_blocking_messages(pool: Pool, size: int, link: str) -> None:
     pool(size).run(every_pair, LINKS[link])
 

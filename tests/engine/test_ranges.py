@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from patience import DEADLINE
+from thorough import parametrize
 
 LIBRARY = """
 #include <stdio.h>
@@ -39,13 +39,14 @@ def run(**env: str) -> list[str]:
     return [line for line in done.stderr.splitlines() if line]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "prefix", "asked"),
     [
         ("libnvToolsExt.so.1", "nvtx", {"HETCOLL_NVTX": "1"}),
         ("libnvToolsExt.so.1", "nvtx", {"NVTX_INJECTION64_PATH": "/profiler.so"}),
         ("libroctx64.so", "roctx", {"HETCOLL_NVTX": "1"}),
     ],
+    first=1,
 )
 def test_calls_are_ranges(tmp_path: Path, name: str, prefix: str, asked: dict[str, str]) -> None:
     words = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / name)]

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_order import in_rank_order, same, terms
 from ranks import Ranks
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.config.env import Config, read_config
@@ -64,7 +65,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """The number of ranks, and how they are laid out."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@parametrize("layout", LAYOUTS, first=2)
 def test_the_same_bits_whatever_the_layout(pool: Any, layout: str) -> None:
     ranks = pool(int(layout[0]), **LAYOUTS[layout])
 

@@ -79,7 +79,7 @@ def _isas() -> list[str]:
     return found
 
 
-@parametrize("size", [2, 3, 4, 5], first=2)
+@parametrize("size", [3, 2, 4, 5], first=1)
 def test_nans_are_the_same_on_all_ranks(pool: Pool, size: int) -> None:
     there = _isas()
     isas = tuple(there[rank % len(there)] for rank in range(size))

@@ -47,7 +47,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread")
+_FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-ftls-model=initial-exec",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+)
 # Each library: its path, the folders it is made of, further files, and the map of what it exports. What a folder has
 # beside such files is compiled as one: that takes 28 seconds of a processor instead of 44, most of them for headers.
 _LIBRARIES = (

@@ -44,7 +44,7 @@ def test_a_parser_takes_what_is_right_and_refuses_the_rest(name: str) -> None:
         except Exception as error:
             raise AssertionError(f"it is to take {data!r}") from error
 
-    @settings(max_examples=100)
+    @settings(max_examples=50)
     @given(st.one_of(spoiled(target.inputs), st.binary(max_size=200)))
     def fuzz(data: bytes) -> None:
         target(data)
@@ -57,7 +57,7 @@ def test_a_listener_serves_the_others_whatever_one_says(name: str) -> None:
     with quiet(), LISTENERS[name]() as take:
         take(b"")
 
-        @settings(max_examples=60, deadline=None)
+        @settings(max_examples=30, deadline=None)
         @given(st.one_of(st.binary(max_size=200), st.lists(st.integers(0, 255), max_size=40).map(bytes)))
         def fuzz(data: bytes) -> None:
             take(data)

@@ -45,7 +45,7 @@ def test_divisions_match_the_hosts(operands: checks.Operands, dtype: DType) -> N
     checks.check_scale(operands, dtype, shape)
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=pair_id)
+@parametrize("dtype", NARROW, first=3, ids=pair_id)
 def test_every_code_of_narrow_types(operands: checks.Operands, dtype: DType) -> None:
     checks.check_every_code(operands, dtype, shape)
 

@@ -14,6 +14,7 @@ from elements import NUMPY, assert_same, bit_patterns
 from kernel_checks import Launch, as_bytes
 from mutants import edited, field_mutants, passes, structural_mutants
 from plain_kernels import PlainMachine
+from thorough import parametrize
 
 from hetcoll.plan.algorithms import Hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
@@ -53,7 +54,7 @@ class Memory:
         return around[begin : begin + self.data.nbytes].view(self.data.dtype)
 
 
-@pytest.mark.parametrize("skew", [0, 1])
+@parametrize("skew", [1, 0], first=1)
 @pytest.mark.parametrize(("dtype", "form"), KINDS)
 def test_kernels_give_numpys_bits(machine: PlainMachine, dtype: DType, form: Format, skew: int) -> None:
     round_, encode, decode, add = codec_names(dtype, form)

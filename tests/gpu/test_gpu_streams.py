@@ -152,7 +152,7 @@ def messages_for_another_stream(comm: hetcoll.Communicator) -> None:
         device.destroy_stream(each)
 
 
-@pytest.mark.parametrize("islands", [None, ""])
+@parametrize("islands", [None, ""], first=1)
 def test_a_stream_waits_for_a_message(gpus: Any, islands: str | None) -> None:
     gpus(2, islands, jitter="3:200", timeout=120).run(messages_for_another_stream, timeout=100)
 

@@ -14,6 +14,7 @@ from device_checks import Capture
 from gpu_calls import device_of_rank
 from gpu_places import PLACES, ranks_on
 from ranks import Ranks, close_all
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import AbortedError, CommunicationError, PeerLostError
@@ -129,7 +130,7 @@ def all_of_it(comm: hetcoll.Communicator) -> None:
     in_groups(comm)
 
 
-@pytest.mark.parametrize("kinds", ["nn", "nan"])
+@parametrize("kinds", ["nan", "nn"], first=1)
 def test_messages_of_every_size(gpus: Callable[..., Ranks], kinds: str) -> None:
     gpus(kinds).run(all_of_it, timeout=200)
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_executor import execute
+from thorough import parametrize
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, direct, find, inp, out, p2p, register, ring, tree
@@ -135,7 +136,7 @@ def test_staged_allreduce_goes_through_one_place_stretch_by_stretch(n: int, stre
         assert places == ({0} if stretches == 1 else {0, stretches - 1})
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+@parametrize("n", [3, 8, 2, 4, 7], first=2)
 @pytest.mark.parametrize("stretches", [1, 2, 3, 5])
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])
 def test_chained_allreduce_goes_once_through_all_ranks(n: int, stretches: int, cores: int) -> None:

@@ -40,7 +40,7 @@ def build(
 
 
 @FORMS
-@parametrize("entry", ALL, first=7)
+@parametrize("entry", ALL, first=4)
 def test_they_are_proved_for_hosts_of_any_sizes(entry: Algorithm, form: bool) -> None:
     for hosts in (hosts for hosts in SHAPES if entry.supports(len(hosts))):
         n = sum(map(len, hosts))

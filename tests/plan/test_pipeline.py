@@ -99,7 +99,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 # ----------------------------------------------------------------------------------------------------------- pieces
 
 
-@parametrize("algorithm", SHIPPED, first=8)
+@parametrize("algorithm", SHIPPED, first=4)
 def test_pieces_of_every_shipped_plan_are_proved(algorithm: Algorithm) -> None:
     for n in (1, 2, 3, 4, 5, 8):
         if not algorithm.supports(n):
@@ -203,7 +203,7 @@ def test_pieces_give_numpys_result_in_any_order(data: st.DataObject) -> None:
 # ------------------------------------------------------------------------------------------------------------ order
 
 
-@parametrize("algorithm", SHIPPED, first=8)
+@parametrize("algorithm", SHIPPED, first=4)
 def test_orders_of_every_shipped_plan_can_run_one_after_another(algorithm: Algorithm) -> None:
     for n in (1, 2, 3, 4, 5, 8):
         if not algorithm.supports(n):

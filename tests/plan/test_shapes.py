@@ -156,7 +156,7 @@ def test_any_partition_in_pieces_fits_its_slots_and_is_right(data: st.DataObject
     execute(few, [data.draw(st.integers(0, 60))] * n, False, random.Random(data.draw(st.integers(0, 1 << 20))), 3)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("sizes", "kind", "count"),
     [
         ((101, 103), Collective.ALLGATHER, 1 << 20),
@@ -165,6 +165,7 @@ def test_any_partition_in_pieces_fits_its_slots_and_is_right(data: st.DataObject
         ((20, 28), Collective.ALLGATHER, 1 << 22),
         ((61, 67), Collective.ALLREDUCE, 1 << 24),
     ],
+    first=2,
 )
 def test_messages_of_large_islands_fit_their_slots(sizes: tuple[int, ...], kind: Collective, count: int) -> None:
     """Whichever alignment is chosen. Where it can be, what a vendor's library moves for each member is equally long."""

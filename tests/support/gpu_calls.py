@@ -67,7 +67,8 @@ def by_kernel(size: int) -> list[Case]:
     found = []
     for turn, (kind, (dtype, count)) in enumerate(itertools.product(BY_KERNEL, counts.items())):
         op = "avg" if dtype == "bfloat16" and "reduce" in kind else "sum"
-        for root in range(size) if Collective[kind.upper()] in ROOTED else (0,):
+        roots = range(size) if dtype == "float32" else (turn // 2 % size,)
+        for root in roots if Collective[kind.upper()] in ROOTED else (0,):
             inplace = (turn + root) % 2 == 1 and kind != "broadcast"
             found.append(Case(kind, dtype, count, op, root, inplace, seed=turn))
     return found

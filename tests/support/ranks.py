@@ -58,14 +58,22 @@ preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rend
 _OURS = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
 
 
+_KEEPING = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
+"""For glibc (mallopt(3)): what a rank's large arrays had is used by the next ones. Giving it back and taking it anew,
+page by page, took a sixth of the time of tests on GPUs."""
+
+
 def start_server() -> None:
     """Start what ranks are forked from, where it does not run yet. It finds modules by PYTHONPATH alone."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*_OURS, *([before] if before else [])])
+    path = os.environ.get("PYTHONPATH")
+    own = {"PYTHONPATH": os.pathsep.join([*_OURS, *([path] if path else [])]), **_KEEPING}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
     try:
         forkserver.ensure_running()
     finally:
-        _set_variable("PYTHONPATH", before)
+        for name, value in before.items():
+            _set_variable(name, value)
 
 
 def _set_variable(name: str, value: str | None) -> None:
@@ -402,6 +410,8 @@ def _main(
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     _set_variable("PYTHONPATH", path)
+    for name in _KEEPING:
+        _set_variable(name, None)
     os.environ.update({"HETCOLL_LINGER": "0", **(_HIDDEN if tidy else {}), **env})
     fakes.load()
     if rank == 0:

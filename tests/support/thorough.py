@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs. The others show the same of more: `make test-all` runs all, CI an eighth."""
+"""Which cases of a test `make test` runs. The others show the same of more: `make test-all` runs all, CI an eighth of them."""
 
 from __future__ import annotations
 

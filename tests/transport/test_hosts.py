@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from patience import DEADLINE, PATIENCE
+from thorough import parametrize
 
 from hetcoll.rendezvous import control
 
@@ -120,7 +121,7 @@ with hetcoll.init() as comm:
 """
 
 
-@pytest.mark.parametrize("stripes", [1, 2])
+@parametrize("stripes", [2, 1], first=1)
 def test_ranks_know_the_rate_of_the_cards_that_they_use(hosts: list[str], stripes: int) -> None:
     """veth(4) says 10 Gbit/s of each."""
     ranks = start_ranks(hosts, EXPLAIN, HETCOLL_SOCKET_STRIPES=str(stripes), HETCOLL_SECRET="s" * 16)

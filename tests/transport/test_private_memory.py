@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from ranks import Ranks, wait_until
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import AbortedError, PeerLostError
@@ -61,7 +62,7 @@ def _collectives(comm: hetcoll.Communicator, rounds: int, counts: Sequence[int] 
 
 
 @READS
-@pytest.mark.parametrize("size", [2, 4])
+@parametrize("size", [4, 2], first=1)
 def test_every_way_gives_the_same_results(pool: Launch, size: int, read: str) -> None:
     pool(size, HETCOLL_SHM_READ=read).run(_collectives, 3)
 
@@ -84,7 +85,7 @@ def _trials(comm: hetcoll.Communicator) -> None:
             assert (a == (i + 1) % 256).all()
 
 
-@pytest.mark.parametrize("fault", ["", "short=0.3,delay=0.02"])
+@parametrize("fault", ["short=0.3,delay=0.02", ""], first=1)
 def test_trials_of_both_ways(pool: Launch, fault: str) -> None:
     pool(2, HETCOLL_FAULT=fault).run(_trials)
 
