@@ -2,8 +2,9 @@
 
 It measures as `hetcoll perf` does (`hetcoll.cli.bench`): hetcoll itself, or in its place NCCL by its C interface on the
 communicator of hetcoll's island, PyTorch's NCCL, PyTorch's Gloo on pinned copies in host memory, or nothing but copies
-(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines. HETCOLL_DEVICE says where
-a rank's buffers are: ``cpu``, ``cuda:0``, or ``hip:0`` for a GPU that poses as AMD's.
+(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines, "windows" hetcoll with what ranks
+give in windows, "nccl windows" NCCL with all buffers in its own. HETCOLL_DEVICE says where a rank's buffers are:
+``cpu``, ``cuda:0``, or ``hip:0`` for a GPU that poses as AMD's.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from gpu_limits import Copies, Nothing
 
 import hetcoll
 from hetcoll.cli.bench import Bench
-from hetcoll.cli.cases import REDUCING, Case, Library, in_turn
+from hetcoll.cli.cases import REDUCING, Case, Library, bind, in_turn
 from hetcoll.cli.on_device import Stream, Talk
 from hetcoll.cli.sweeps import add_arguments
 from hetcoll.cli.timing import Schedule, agree_on_estimate, take_samples
 from hetcoll.gpu import message_kernel
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.executor import GpuExecutor
+from hetcoll.runtime.one_sided import Window
 from hetcoll.types import DType, ReduceOp
 
 FLOAT, SUM = int(DType.FLOAT32), int(ReduceOp.SUM)
 EMPTY_CALLS = Schedule(samples=20, batch=10)
 CALLS_ALONE = Schedule(samples=10, batch=1)
+PAGE, SYMMETRIC = 4096, 1  # NCCL_WIN_COLL_SYMMETRIC
 PRODUCTS, AHEAD = 40, 2  # products in a row, and calls that are enqueued before them
 _P = ctypes.c_void_p
 _REDUCES = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P)
@@ -59,6 +62,7 @@ class Nccl:
         assert island is not None
         assert island.size == comm.size
         self._functions, self._tail = island.functions(), (island.handle, stream.handle)
+        self._path = island.library.path
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call:
         if case.op == "allgather":
@@ -99,6 +103,39 @@ class Nccl:
                 each()
 
         return call
+
+
+class NcclWindows(Nccl):
+    """On memory that NCCL itself allocates, in symmetric windows."""
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Call:
+        mirror, library = case._mirror, ctypes.CDLL(self._path)
+        assert mirror is not None
+        for owner in mirror._owners:
+            taken, window, room = _P(), _P(), ctypes.c_size_t(owner.nbytes + PAGE)
+            failed = library.ncclMemAlloc(ctypes.byref(taken), room)
+            failed = failed or library.ncclCommWindowRegister(
+                _P(self._tail[0]), taken, room, ctypes.byref(window), SYMMETRIC
+            )
+            if failed or not window.value:
+                raise RuntimeError(f"NCCL gives no symmetric window: {failed}, see NCCL_DEBUG=WARN")
+            base = taken.value or 0
+            mirror._there[id(owner)] = base + (owner.ctypes.data - base) % PAGE
+        return super().bind(case, *case._ends())
+
+
+class Windows:
+    """hetcoll, with what each rank gives in a window."""
+
+    def __init__(self, comm: hetcoll.Communicator, _: Stream) -> None:
+        self._comm = comm
+        self._window: Window | None = None
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Call:
+        if self._window is not None:
+            self._window.close()
+        self._window = self._comm.window(recv if case.inplace else send)
+        return bind(self._comm, case, send, recv)
 
 
 class Torch:
@@ -214,7 +251,9 @@ class Rank:
         if self._name in ("hetcoll", "by copies"):
             return None
         assert self.stream is not None
-        return (Nccl if self._name == "nccl" else OnlyCopies)(self.comm, self.stream)
+        kinds: dict[str, Callable[[hetcoll.Communicator, Stream], Library]]
+        kinds = {"nccl": Nccl, "nccl windows": NcclWindows, "windows": Windows, "copies": OnlyCopies}
+        return kinds[self._name](self.comm, self.stream)
 
     def measure(self, words: list[str], place: str) -> dict[str, Any]:
         """The `Row` of `hetcoll perf` of one operation at one size, "in" place or "out" of it."""
@@ -240,8 +279,8 @@ class Rank:
         alone and beside; and how much of the results was wrong."""
         stream = self.stream
         assert stream is not None
-        reduces, inplace = op in REDUCING, op == "allreduce"
-        redop = ReduceOp.SUM if reduces else None
+        op, inside, _ = op.partition(" in place")
+        redop, inplace = ReduceOp.SUM if op in REDUCING else None, bool(inside) or op == "allreduce"
         case = Case(self.comm, op, nbytes // 4, DType.FLOAT32, redop, 0, inplace, stream, self.library)
         wrong = self._verified(case, 1)
         call = float(np.median(stream.samples(case.call, CALLS_ALONE)))

@@ -4,7 +4,8 @@
     python benchmarks/gpus.py --gpus 4
     python benchmarks/gpus.py --gpus 1          # beside a rank without a GPU, which --gpus 2 has as well
     python benchmarks/gpus.py --gpus 2 --only messages
-    python benchmarks/gpus.py --gpus 2 --only "copy engines"    # what collectives take from products of matrices
+    python benchmarks/gpus.py --gpus 2 --only "copy engines"    # what collectives take from products of matrices;
+                                  # "out of windows" is hetcoll whose ranks open what they give to the others before
 
 Every measurement is one of `hetcoll perf`, which gpu_worker.py also makes of NCCL, by its C interface, and of
 PyTorch. Each library has processes of its own, a rank a GPU, which wait while another one is measured. "Without P2P"
@@ -101,8 +102,12 @@ ALGORITHMS = {
 }  # fmt: skip
 BESIDE = "product "  # in front of the collective that is under way beside products
 PRODUCT, NOTHING = ((f"{BESIDE}allreduce", 256 * M),), (("nothing", 0),)
-PRODUCTS = tuple((BESIDE + op, 256 * M) for op in ("allgather", "alltoall", "reduce_scatter", "allreduce"))
+IN_PLACE = " in place"  # behind one that is so, though it need not be
+MOVING = tuple((BESIDE + op, 256 * M) for op in (f"allgather{IN_PLACE}", "alltoall", "allgather"))
+PRODUCTS = (*MOVING, *((BESIDE + op, 256 * M) for op in ("reduce_scatter", "allreduce")))
 BY_ENGINES = {"HETCOLL_ALGO": "direct,alltoall:pairwise"}
+OUT_OF_WINDOWS = Peer("hetcoll out of windows", "windows", BY_ENGINES)
+NCCL_WINDOWS = Peer("NCCL's copy engines", "nccl windows", {"NCCL_CTA_POLICY": "2", "NCCL_CUMEM_ENABLE": "1"})
 
 
 def on(gpus: int, ranks: int) -> tuple[Place, ...]:
@@ -131,7 +136,8 @@ def settings(gpus: int) -> Iterator[Setting]:
         yield by_algorithm(gpus, islands, without)
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
     yield Setting("one island", each, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
-    yield Setting("one island, by copy engines", each, BY_ENGINES, (Peer("NCCL", "nccl"),), PRODUCTS)
+    yield Setting("one island, by copy engines", each, BY_ENGINES, (OUT_OF_WINDOWS, Peer("NCCL", "nccl")), PRODUCTS)
+    yield Setting("one island, by copy engines beside NCCL's", each, BY_ENGINES, (NCCL_WINDOWS,), MOVING)
     if gpus == 2:
         peers = (Peer("NCCL over sockets", "nccl", SOCKETS), Peer("Gloo", "gloo"))
         yield Setting("two hosts, by TCP on loopback", each, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
@@ -218,6 +224,8 @@ def part_of(op: str, nbytes: int, name: str) -> bool:
     """Whether the library has to do with this point."""
     if op == "nothing":
         return name == "hetcoll"
+    if name == OUT_OF_WINDOWS.name:
+        return (op, nbytes) in MOVING
     return name != COPIES or (nbytes >= M and op != "sendrecv" and not op.startswith(BESIDE))
 
 

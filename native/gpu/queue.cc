@@ -15,6 +15,7 @@ DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, std::vector<DeviceStrea
       slot_bytes_(slot_bytes),
       kernel_(driver_),
       local_(driver_),
+      pulled_(driver_),
       captured_(driver_) {}
 
 DeviceQueue::~DeviceQueue() = default;
@@ -68,10 +69,11 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, Bases bases, std::span<const
   }
   if (shape.program.all_local) return EnqueueLocal(shape, bases, user, capturing);
   if (capturing) {
-    if (capture_ == nullptr || shape.recipe == nullptr)
+    const bool pulls = shape.program.pulls;
+    if (capture_ == nullptr || (shape.recipe == nullptr && !pulls))
       throw PlanError("a program of copies needs SetCapture and a recipe to be captured");
     bases.areas[static_cast<std::size_t>(Area::kStaging)] = capture_->staging();
-    capture_->Enqueue(shape.recipe->Program(slot_bytes_), shape.recipe->lag, user,
+    capture_->Enqueue(pulls ? shape.program : shape.recipe->Program(slot_bytes_), pulls ? 1 : shape.recipe->lag, user,
                       [&](const DeviceAction& action, std::byte* slot, DeviceLanes& lanes) {
                         Work(shape, action, bases, slot, lanes);
                       });
@@ -87,6 +89,7 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, Bases bases, std::span<const
     driver_->Record(lanes_.end(i), streams_[i]);
     ended_[i] = true;
   }
+  if (shape.program.pulls) driver_->Record(pulled_.get(), streams_[kSignalLane]);
   is_joined_ = false;
   if (join) JoinLanes(user);
 }
@@ -245,6 +248,9 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
       break;
     case DeviceStep::kCopyIn:
       driver_->Copy(at(a.dst), slot, a.n, stream);
+      break;
+    case DeviceStep::kPull:
+      driver_->Copy(at(a.dst), a.peer, a.n, stream);
       break;
     case DeviceStep::kReduce:
     case DeviceStep::kReduceIn: {

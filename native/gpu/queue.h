@@ -5,6 +5,9 @@
 // stream then writes the slot's `ready` word; the receiver's stream waits for that word, empties the slot and writes
 // its `credit` word. No processor takes part. Words are numbers of messages on the edge, which only grow.
 //
+// Where this GPU has mapped what a peer sends, nothing goes through a slot: this rank pulls it out of there. Then
+// `ready` says that it may be read, and `credit` that it was.
+//
 // A plan is compiled once for its counts into a list of actions: which stream does what, and which events order them
 // where they touch the same memory. The order of the steps is a linear extension of the order in which all ranks'
 // steps depend on each other (algorithms/pipelined.py), so that the list makes progress even on a device that runs all
@@ -57,6 +60,7 @@ enum class DeviceStep : std::uint8_t {
   kCopy,        // src -> dst
   kCopyOut,     // src -> the next slot
   kCopyIn,      // the next slot -> dst
+  kPull,        // the peer's memory -> dst
   kPublish,     // the slot is full: on to the next one
   kGrant,       // the slot is empty: on to the next one
   kReduce,      // dst = src (+) other
@@ -99,7 +103,8 @@ struct DeviceAction {
   Place src{};
   Place other{};
   std::size_t n = 0;
-  std::uint32_t level = 0;  // of its step: order.py
+  std::uint32_t level = 0;          // of its step: order.py
+  const std::byte* peer = nullptr;  // of a kPull, where this GPU sees it
 
   bool Waits() const {  // for a peer
     return step == DeviceStep::kWaitCredit || step == DeviceStep::kWaitReady || step == DeviceStep::kLocal ||
@@ -146,12 +151,32 @@ struct LocalAction {
   bool even;  // the parts are equally long and adjacent
 };
 
+// What this rank pulls out of a peer's memory, in one copy to `offset` of RECV.
+struct Pull {
+  std::uint16_t edge;
+  std::size_t offset;
+  const std::byte* peer;
+  std::size_t n;
+};
+
+// Of this rank's own data, from SEND to RECV.
+struct OwnPart {
+  std::size_t src;
+  std::size_t dst;
+  std::size_t n;
+};
+
 struct DeviceProgram {
   // `order` names each step of the plan once, by rising `levels` where they have any; `one_signal_lane`: for both
   // directions; `near`: those of the edges that are. Throws PlanError where a message is larger than a slot.
   DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
                 std::size_t slot_bytes, bool one_signal_lane, const std::set<std::uint16_t>& near = {},
                 std::span<const std::uint32_t> levels = {});
+
+  // Of pulls alone; the peers at the other ends of `readers` pull out of this rank's memory. It lasts until they have.
+  // `aside`: what comes waits in the scratch until then, since SEND and RECV are the same memory.
+  DeviceProgram(std::span<const std::uint16_t> readers, std::span<const Pull> pulls, const std::optional<OwnPart>& own,
+                bool aside);
 
   // What lies in SEND and RECV are messages, which begin at these bytes: each has an area of its own from now on.
   void Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs);
@@ -164,6 +189,7 @@ struct DeviceProgram {
   std::array<bool, kDeviceLanes> used{};
   bool all_local = true;          // nothing but local steps: they can run on the user's own stream
   bool alone = false;             // nothing but messages of one edge: so can those
+  bool pulls = false;             // nothing but pulls
   std::set<std::uint16_t> edges;  // that it uses
   std::set<std::uint16_t> near;   // of those
   std::uint32_t events = 0;
@@ -299,6 +325,8 @@ class DeviceQueue {
   // Makes `user` wait for everything enqueued so far; where it is captured, for what its graph has of that.
   void Join(DeviceStream user);
   bool Idle();
+  // Whether all that was enqueued so far neither pulls any more nor lets peers do so.
+  bool PullsDone();
   bool Capturing(DeviceStream user);
 
   std::size_t slot_bytes() const { return slot_bytes_; }
@@ -339,6 +367,7 @@ class DeviceQueue {
   std::uint64_t calls_ = 0;
   Event kernel_;                   // the end of the last EnqueueKernel
   Event local_;                    // the end of the last EnqueueLocal
+  Event pulled_;                   // the end of the last program of pulls
   Event captured_;                 // the end of what was captured last, and
   std::uint64_t captured_in_ = 0;  // the capture's number
   std::unique_ptr<DeviceCapture> capture_;

@@ -132,9 +132,10 @@ inline void BindDevices(nb::module_& m) {
                      return std::vector<std::uint16_t>(s.program.edges.begin(), s.program.edges.end());
                    })
       .def_prop_ro("scratch_bytes", [](const DeviceShape& s) { return s.program.scratch_bytes; })
-      .def_prop_ro("residuals", [](const DeviceShape& s) { return s.recipe->plan.residuals; })
+      .def_prop_ro("residuals", [](const DeviceShape& s) { return s.recipe ? s.recipe->plan.residuals : 0; })
       .def_prop_ro("compressed",
                    [](const DeviceShape& s) {
+                     if (!s.recipe) return std::tuple(std::size_t{0}, std::size_t{0});
                      return std::tuple(s.recipe->plan.compressed_before, s.recipe->plan.compressed_after);
                    })
       .def_prop_ro("actions", [](const DeviceShape& s) { return s.program.actions.size(); });
@@ -167,10 +168,13 @@ inline void BindDevices(nb::module_& m) {
            "scale"_a.none(), "divisor"_a, "p2p"_a = false, "ahead"_a = false, "local"_a.none() = nb::none(),
            "codec"_a.none() = nb::none(), "sends"_a = std::vector<std::size_t>(),
            "recvs"_a = std::vector<std::size_t>(), "kernels"_a = std::vector<MessagesArgs>())
+      .def_static("bind_pulls", &PyDeviceQueue::BindPulls, nb::kw_only(), "readers"_a, "pulls"_a, "own"_a.none(),
+                  "aside"_a)
       .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
                   "threads"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)
-      .def("idle", &PyDeviceQueue::Idle);
+      .def("idle", &PyDeviceQueue::Idle)
+      .def("pulls_done", &PyDeviceQueue::PullsDone);
   nb::class_<GpuCall>(m, "GpuCall")
       .def(
           "__init__",
@@ -199,6 +203,7 @@ inline void BindDevices(nb::module_& m) {
           "broken"_a, "started"_a, "work"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("call", &GpuCalls::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
       .def("remember", &GpuCalls::Remember)
+      .def("leave_out", &GpuCalls::LeaveOut, "collectives"_a)
       .def("run", &GpuCalls::Run, "call"_a, "send"_a, "recv"_a, "stream"_a, "join"_a, "residual"_a = 0)
       .def("run_group", &GpuCalls::RunGroup, "call"_a, "addresses"_a, "stream"_a, "join"_a)
       .def("set_scratch", &GpuCalls::SetScratch, "address"_a)

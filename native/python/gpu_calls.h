@@ -59,7 +59,7 @@ class GpuCalls {
     const std::optional<GpuTensor> first = GpuTensor::Read(send.ptr());
     if (!first) return engine_.Call(number, send, recv, op, where);
     const std::int32_t collective = SmallNumber(number.ptr());
-    if (collective < 0) return nb::none();
+    if (collective < 0 || (collective < 32 && left_out_ >> collective & 1)) return nb::none();
     const std::int32_t root = SmallNumber(where.ptr());
     const int redop = engine_.OpNumber(op.ptr());
     if (root < 0 || redop < 0 || engine_.engine().forked() || engine_.engine().failed() || !Ours(*first)) {
@@ -89,6 +89,9 @@ class GpuCalls {
                    root, send_count, recv_count},
                   std::move(call));
   }
+
+  // `Call` leaves these collectives to Python, by the bits of their numbers: where their buffers are counts.
+  void LeaveOut(std::uint32_t collectives) { left_out_ = collectives; }
 
   // Enqueues a call after what is on `stream` now; with `join`, what comes on it later begins after the call.
   // `residual`: what is kept of what compression lost, or 0.
@@ -200,6 +203,7 @@ class GpuCalls {
   GpuHooks hooks_;
   Address scratch_ = 0;
   Address capture_scratch_ = 0;
+  std::uint32_t left_out_ = 0;
   CallCache<const GpuCall> cache_;
   std::vector<std::pair<PyTypeObject*, nb::object>> works_;
   static constexpr std::size_t kMostStreams = 16;

@@ -30,6 +30,12 @@ using CodecArgs = std::optional<std::tuple<int, KernelArgs, KernelArgs, KernelAr
 using MessagesArgs =
     std::tuple<Address, nb::bytes, unsigned, unsigned, std::vector<std::uint16_t>, std::vector<std::uint16_t>>;
 
+// Of what a peer has: the edge, where it goes in RECV, its address here, bytes.
+using PullArgs = std::tuple<std::uint16_t, std::size_t, Address, std::size_t>;
+
+// Of this rank's own data: where it lies in SEND, where it goes in RECV, bytes.
+using OwnArgs = std::optional<std::tuple<std::size_t, std::size_t, std::size_t>>;
+
 using LocalArgs = std::optional<std::tuple<int, int, unsigned>>;
 
 inline LocalReduction LocalOf(const LocalArgs& args) {
@@ -136,6 +142,15 @@ class PyDeviceQueue {
     return shape;
   }
 
+  static std::shared_ptr<DeviceShape> BindPulls(const std::vector<std::uint16_t>& readers,
+                                                const std::vector<PullArgs>& pulls, const OwnArgs& own, bool aside) {
+    std::vector<Pull> all;
+    for (const auto& [edge, offset, peer, n] : pulls) all.push_back({edge, offset, As<const std::byte*>(peer), n});
+    std::optional<OwnPart> part;
+    if (own) part = OwnPart{std::get<0>(*own), std::get<1>(*own), std::get<2>(*own)};
+    return std::make_shared<DeviceShape>(DeviceShape{DeviceProgram(readers, all, part, aside), {}, {}, 1, 1});
+  }
+
   void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch,
            std::uint64_t signature, Address stream, bool join, bool capturing, Address residual) {
     nb::gil_scoped_release release;
@@ -199,6 +214,12 @@ class PyDeviceQueue {
     nb::gil_scoped_release release;
     const std::unique_lock lock(mutex_, std::try_to_lock);
     return lock.owns_lock() && queue_.Idle();
+  }
+
+  bool PullsDone() {
+    nb::gil_scoped_release release;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    return lock.owns_lock() && queue_.PullsDone();
   }
 
  private:

@@ -93,6 +93,56 @@ void TablesOfMoves() {
   }
 }
 
+// All-to-alls of ranks that have each other's memory at hand, on two streams by turns: out of place, and in place,
+// which the next one starts from. Nobody waits before the last.
+void Pulls(Gpus& gpus) {
+  constexpr std::size_t kPart = 300;
+  const auto n = static_cast<std::size_t>(gpus.size);
+  std::vector<Bytes> mine(n, Bytes(n * kPart)), apart(n, Bytes(n * kPart)), scratch(n, Bytes(n * kPart));
+  const auto value = [](std::size_t from, std::size_t to) { return static_cast<std::byte>(1 + 16 * from + to); };
+  std::vector<DeviceShape> shapes[2];
+  for (std::size_t r = 0; r < n; ++r) {
+    const auto edge = [&](std::size_t src, std::size_t dst) {
+      Slots slots = gpus.SlotsOf(static_cast<int>(r), static_cast<int>(src), static_cast<int>(dst), 2);
+      slots.count = 1;
+      return gpus.queues[r]->AddEdge({slots});
+    };
+    std::vector<std::uint16_t> readers;
+    std::vector<Pull> pulls;
+    for (std::size_t p = 0; p < n; ++p) {
+      std::fill_n(mine[r].begin() + static_cast<std::ptrdiff_t>(p * kPart), kPart, value(r, p));
+      if (p == r) continue;
+      readers.push_back(edge(r, p));
+      pulls.push_back({edge(p, r), p * kPart, mine[p].data() + r * kPart, kPart});
+    }
+    const OwnPart own{r * kPart, r * kPart, kPart};
+    shapes[0].push_back({DeviceProgram(readers, pulls, own, false), {}, {}, 1, 1});
+    shapes[1].push_back({DeviceProgram(readers, pulls, std::nullopt, true), {}, {}, 1, 1});
+  }
+  for (int turn = 0; turn < 6; ++turn) {
+    const bool in_place = turn % 2 == 1;
+    for (std::size_t r = 0; r < n; ++r) {
+      std::byte* into = in_place ? mine[r].data() : apart[r].data();
+      gpus.queues[r]->Enqueue(shapes[in_place][r], mine[r].data(), into, scratch[r].data(), 0,
+                              gpus.User(static_cast<int>(r), turn % 4 / 2), turn % 3 != 0);
+    }
+  }
+  for (std::size_t r = 0; r < n; ++r) {
+    while (!gpus.queues[r]->PullsDone() || !gpus.queues[r]->Idle()) SleepMs(1);
+    CHECK(!gpus.drivers[r]->stuck, "pulls of %zu ranks: a stream waited for ever", n);
+  }
+  for (std::size_t r = 0; r < n; ++r) {
+    for (std::size_t p = 0; p < n; ++p) {
+      const auto part = static_cast<std::ptrdiff_t>(p * kPart);
+      const auto is = [&](const Bytes& memory, std::byte wanted) {
+        return std::all_of(memory.begin() + part, memory.begin() + part + kPart,
+                           [&](std::byte b) { return b == wanted; });
+      };
+      CHECK(is(mine[r], value(p, r)) && is(apart[r], value(p, r)), "pulls of %zu ranks: rank %zu, part %zu", n, r, p);
+    }
+  }
+}
+
 void GpusOfOneHost() {
   struct Setting {
     int queues;
@@ -108,6 +158,7 @@ void GpusOfOneHost() {
         Reduce(host, DirectAllreduce, count, random, "direct");
         Reduce(host, ScratchAllreduce, count, random, "scratch");
       }
+      Pulls(host);
     }
   }
   Gpus host(2, 3, 1, false);

@@ -474,6 +474,10 @@ class Communicator:
         one dtype. The memory stays this rank's, which may read and write it at any time; over RDMA it is registered
         until the window's `close`. `signals` counters tell it what has arrived. The first window makes a communicator
         of the same ranks that carries the messages of all windows, with a thread of the engine's.
+
+        Where all GPUs see a window, and HETCOLL_ALGO asks for `allgather:direct`, `broadcast:direct` or
+        `alltoall:pairwise` inside an island, what such a call is given there is pulled by the other ranks' copy engines
+        straight out of it. It lies at one offset on all ranks then, in place or not, or in no window on any.
         """
         from .runtime import one_sided  # few jobs need it, and imports count
 

@@ -416,22 +416,26 @@ def test_ranks_that_do_not_answer_are_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.fakes
-@parametrize("library", ["hetcoll", "nccl", "copies"], first=1)
+@parametrize("library", ["hetcoll", "windows", "nccl", "copies"], first=2)
 def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
     """What they measure is right, or at least there; times of fakes mean nothing."""
     env = fakes.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    env |= {} if library == "nccl" else {"HETCOLL_ISLANDS": "0|1"}
+    env |= {"nccl": {}, "windows": gpus.BY_ENGINES}.get(library, {"HETCOLL_ISLANDS": "0|1"})
     setting = gpus.Setting("two islands", gpus.on(2, 2), {}, (), ())
     peer = gpus.Peer(gpus.COPIES if library == "copies" else library, library, env)
     job = gpus.Job.of(peer, setting, tmp_path / "log")
     points = [("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)]
-    if library != "copies":
+    if library == "windows":
+        points = [("allgather", 1 << 20), ("alltoall", 4096)]
+    elif library != "copies":
         points += [("alltoall", 4096), ("sendrecv", 4096), ("oneway", 64), ("pingpong", 64)]
     try:
         for op, nbytes in points:
             found = job.perf(op, nbytes, "out", "-c", "0" if library == "copies" else "1", "--iters", "3")
             assert not found.wrong
             assert found.time_us > 0
+        if library == "windows":
+            assert not job.perf("allgather", 1 << 20, "in", "-c", "1", "--iters", "3").wrong
         if library == "hetcoll":
             assert job.measure("nothing", 0, "out", True)["sync"] > 0
     finally:

@@ -231,7 +231,7 @@ class Case:
         self._pattern = Pattern(dtype, self.size, 0, redop)
         memories = [owner.memory for owner in self._owners]
         self._mirror = None if stream is None else Mirror(stream, memories)
-        self.call = _bind(comm, self, *self._ends()) if library is None else library.bind(self, *self._ends())
+        self.call = bind(comm, self, *self._ends()) if library is None else library.bind(self, *self._ends())
 
     def _buffers(self, kind: np.dtype[Any]) -> tuple[Array | None, Array | None]:
         def new(count: int) -> Array:
@@ -308,7 +308,7 @@ class Case:
         return pieces
 
 
-def _bind(comm: Any, case: Case, send: Any, recv: Any) -> Callable[[], object]:
+def bind(comm: Any, case: Case, send: Any, recv: Any) -> Callable[[], object]:
     """The call with all its arguments bound, so that a timed loop pays for nothing but the call."""
     redop = None if case.redop is None else sys.intern(case.redop.label)  # as a literal is
     match case.op:

@@ -12,7 +12,10 @@ from ..plan.pieces import SLOTS
 from .near import NearSlots
 from .proxy import Proxies
 from .shared import GpuShare
+from .slots import CHANNELS
 from .vendor_comm import GpuIslands
+
+_PULLS = CHANNELS  # in the place of a channel: through no slot
 
 Prepare = Callable[[Callable[[Check], None], float], None]
 
@@ -62,16 +65,25 @@ class GpuEdges:
         key = (self._here, other, channel) if out else (other, self._here, channel)
         found = self._numbers.get(key)
         if found is None:
-            near = self._near_slots(key)
-            edge = self._segment.edge(*key, slots=near)
-            found = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS, near=near != 0)
-            self._numbers[key] = found
+            words, near = self._words(key)
+            found = self._numbers[key] = self._queue.add_edge(*words, near=near)
             self._peers[found] = peer
         return found
 
-    def _near_slots(self, key: tuple[int, int, int], *, captured: bool = False) -> int:
-        """See `NearSlots.at`."""
-        return 0 if self._near is None else self._near.at(*key, captured=captured)
+    def pulls(self, out: bool, peer: int) -> int:
+        """The queue's number of the edge of what `peer` pulls out of this rank's memory, or this rank out of its."""
+        return self._edge(out, peer, _PULLS)
+
+    def _words(self, key: tuple[int, int, int], *, captured: bool = False) -> tuple[tuple[int, int, int, int], bool]:
+        """Where an edge's slots, its `ready` and its `credit` words are, and how many; and whether its slots are on a
+        GPU."""
+        src, dst, channel = key
+        way = (src, dst, 0 if channel == _PULLS else channel)
+        near = 0 if self._near is None else self._near.at(*way, captured=captured)
+        edge = self._segment.edge(*way, captured=captured, slots=near)
+        if channel == _PULLS:
+            return (0, *edge.pulls, 1), False
+        return (edge.slots, edge.ready, edge.credit, SLOTS), near != 0
 
     def why_not_captured(self, numbers: Sequence[int] | None) -> str | None:
         """Why what goes over these edges cannot be part of a graph; None where it can. `numbers` are those of messages
@@ -91,8 +103,8 @@ class GpuEdges:
         """See to it that captured programs have edges in place of these."""
         for key, number in self._numbers.items():
             if number in numbers and number not in self._captured:
-                edge = self._segment.edge(*key, captured=True, slots=self._near_slots(key, captured=True))
-                self._queue.add_capture_edge(number, edge.slots, edge.ready, edge.credit, SLOTS)
+                words, _ = self._words(key, captured=True)
+                self._queue.add_capture_edge(number, *words)
                 self._captured.add(number)
 
     def describe(self, peer: int) -> str:

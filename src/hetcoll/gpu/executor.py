@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,7 +27,7 @@ from ..errors import ArgumentError, BufferTypeError, ClosedError, CommunicationE
 from ..health.all_know import AllKnow
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
-from ..runtime.executor import FastPath
+from ..runtime.executor import FastPath, Seen
 from ..runtime.planner import Planner
 from ..types import FLOATS, OCP_OF, REDUCING, Collective, DType
 from ..vendors.devices.base import URGENT
@@ -44,6 +44,7 @@ from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
 from .plans import DeviceBinder, GpuPlans
 from .proxy import Proxies
+from .pulls import Place, Pulls
 from .shared import GpuShare, Note
 from .vendor_comm import GpuIslands, Meet, unlike_float8
 from .watchdog import GpuWatch
@@ -62,7 +63,7 @@ class GpuExecutor:
 
     Calls have `timeout` seconds if they do not say otherwise, the first one, for which all this is made, has `seconds`.
     `capturing`: the call that needs it is being captured into a graph. `meet` exchanges what all ranks must know,
-    and `prepare` watches over what connects them.
+    and `prepare` watches over what connects them. `windows` are those that all GPUs see, by number.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class GpuExecutor:
         capturing: bool,
         meet: Meet,
         prepare: Prepare,
+        windows: MutableMapping[int, Seen],
     ) -> None:
         self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
         self._compression, self._planner = planner.compression, planner
@@ -121,6 +123,10 @@ class GpuExecutor:
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
             binder = DeviceBinder(self._queue, device, self._edges.of)
+            self._windows = windows
+            self.pulls = Pulls(self._queue, self._edges, planner, self._islands, windows, wiring.rank)
+            if self.two_kinds:
+                self.pulls.why_not = "8-bit floats may have to be converted"
             self._plans = GpuPlans(wiring.rank, wiring.size, self._islands, self._slot_bytes, binder, planner)
             self._one_kernel = None
             if self._edges.one_host and not self._islands.whole and all(gpu.vendor for gpu in share.gpus):
@@ -164,6 +170,9 @@ class GpuExecutor:
         with self._watch.patient(), self._proxies.trying():
             if path_probe.prove(self._share, self._try, meet, edges.give_up, lambda: wiring.listen(timeout)):
                 self._one_kernel = None  # it wants the mapped memory of all
+        if reason := edges.why_not_captured(None):  # which holds for all that is between this host's GPUs alone
+            self.pulls.why_not = f"wanted GPUs of one host, {reason}"
+        self.look_at_windows()
         mates = self._islands.mates(wiring.rank)
         self._plans.kernel = MessageKernel(self._device, self._share, mates, edges.far, self._state + MESSAGES)
 
@@ -220,7 +229,8 @@ class GpuExecutor:
     def _launch(self, call: Call, stream: int, async_op: bool, seconds: float, *, again: bool = True) -> GpuWork:
         """`again`: the fast path may run such a call when it comes again."""
         in_place = call.collective is Collective.ALLTOALL and call.in_place
-        bound = self._planner.bound("gpu", (*call.binding, in_place), lambda: self._bind(call, again and not in_place))
+        place, again = self.pulls.place(call), again and not in_place
+        bound = self._planner.bound("gpu", (*call.binding, in_place, place), lambda: self._bind(call, again, place))
         lost = self._residual(call, bound) if call.compress else 0
         source, target = (0 if buffer is None else buffer.ptr for buffer in (call.send, call.recv))
         with self._deadlines.call(call.describe, stream, async_op, seconds) as (on, apart):
@@ -235,8 +245,11 @@ class GpuExecutor:
         )
         return 0 if found is None else found.address
 
-    def _bind(self, call: Call, again: bool) -> _native.GpuCall:
+    def _bind(self, call: Call, again: bool, place: Place | None) -> _native.GpuCall:
         what = call.describe()
+        if place is not None:
+            what = f"{what} {place}"
+            return self.bound(self.pulls.bind(call, place), what, [self._share.entry(what)])
         kernel = None if call.compress or self._rounds_late(call) else self._kernel_for(call.collective)
         shape = (kernel and kernel.bind(call)) or self._plans.compile(call)
         bound = self.bound(shape, what, [self._share.entry(what)])
@@ -244,9 +257,14 @@ class GpuExecutor:
             self._calls.remember(*key, bound)
         return bound
 
+    def look_at_windows(self) -> None:
+        """There are others than before: where the buffers of some calls are counts, at which the fast path does not
+        look."""
+        self._calls.leave_out(sum(1 << each for each in Collective if self.pulls.watches(each)))
+
     def _kernel_for(self, collective: Collective) -> OneKernel | None:
         """What does short calls in one kernel, unless HETCOLL_ALGO asks for an algorithm."""
-        return self._one_kernel if self._planner.chooses_freely(collective) else None
+        return self._one_kernel if self._planner.asked(collective) is None else None
 
     def _rounds_late(self, call: Call) -> bool:
         """Whether the kernels' sums, which they round once, would not have the bits of one addition after another."""
@@ -368,7 +386,10 @@ class GpuExecutor:
         """For people: the plan of a collective."""
         kernel = self._kernel_for(collective)
         name = None if kernel is None else kernel.choose(collective, nbytes)
-        return self._plans.explain(collective, nbytes) if name is None else f"{name}, one kernel a rank"
+        if name is not None:
+            return f"{name}, one kernel a rank"
+        pulls = self.pulls.explain(collective)
+        return self._plans.explain(collective, nbytes) + (pulls and f"; {pulls}")
 
     def counters(self) -> dict[str, int]:
         """Of the RDMA links between this GPU and those of other hosts."""
@@ -404,6 +425,7 @@ class GpuExecutor:
                         self._broken(f"its GPU calls had been under way for {timeout:g} s when it closed")
                     self.fail()  # also of what the engine alone has failed with
                 time.sleep(0.001)
+        self._windows.clear()  # there is nothing left to wait for where one is closed later
         self._segment.release_kernels(self._share.here)  # of a replay that began just now: drivers wait for it below
         self._compression.forget()
         self._proxies.close(deadline)

@@ -18,7 +18,7 @@ from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
-from ..runtime.executor import Meet, Prepare
+from ..runtime.executor import Meet, Prepare, Seen
 from ..types import FNUZ_OF, OCP_OF, Collective
 from . import streams
 
@@ -53,6 +53,7 @@ class Gpus:
         self._meetings = 0
         self.turn = threading.RLock()
         """Who sets a path up, or takes it the slow path: one thread at a time."""
+        self._windows: dict[int, Seen] = {}
         self.executor: GpuExecutor | None = None
         self.cpu_rank: CpuRank | None = None
 
@@ -93,6 +94,7 @@ class Gpus:
             capturing=capturing,
             meet=partial(self._meet_soon, seconds),
             prepare=self._prepare,
+            windows=self._windows,
         )
         self._diagnosis.on_failure.append(path.fail)
         if self._wiring.engine.failed:  # before it was there
@@ -124,6 +126,22 @@ class Gpus:
         from .device_of import device_of
 
         return device_of(buffer)
+
+    def see_window(self, number: int, window: Seen) -> None:
+        """See `runtime.executor.Gpus`."""
+        with self.turn:
+            self._windows[number] = window
+            if self.executor is not None:
+                self.executor.look_at_windows()
+
+    def forget_window(self, number: int, seconds: float) -> None:
+        """See `runtime.executor.Gpus`."""
+        with self.turn:
+            found, executor = self._windows.pop(number, None), self.executor
+            if found is not None and executor is not None:
+                executor.look_at_windows()
+        if found is not None and executor is not None:
+            executor.pulls.end(seconds)
 
     def copies(self, buffer: Buffer) -> Copies:
         """See `runtime.executor.Gpus`."""

@@ -250,7 +250,7 @@ class GpuPlans(Generic[S]):
 
     def _named(self, collective: Collective) -> bool:
         """Whether HETCOLL_ALGO takes it from the library that serves all ranks."""
-        return self._islands.whole and not self._planner.chooses_freely(collective)
+        return self._islands.whole and self._planner.asked(collective) is not None
 
     def _logical(self, call: Call) -> bool:
         return call.op in LOGICAL and self._size == 1

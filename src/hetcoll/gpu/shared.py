@@ -33,6 +33,10 @@ log = logging.getLogger("hetcoll")
 
 Note = tuple[_native.Ledger, _native.LedgerEntry]
 _FLOAT8 = re.compile(r"float8_\w+")
+_WINDOWS = (
+    "calls that HETCOLL_ALGO takes from the library want what they give in one window, at one offset, on all ranks, or"
+    " in none on any"
+)
 
 
 class GpuShare:
@@ -143,6 +147,8 @@ class GpuShare:
         kinds = {kind for text in texts for kind in _FLOAT8.findall(text)}
         if len(kinds) > 1:
             texts.append("8-bit floats are converted only between kinds of one format, where ranks have GPUs of both")
+        if any(" window " in text for text in texts[:2]):
+            texts.append(_WINDOWS)
         self._diagnosis.post(Kind.MISMATCH, ranks[peer], "; ".join(texts))
         raise self._diagnosis.error()
 

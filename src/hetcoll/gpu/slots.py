@@ -5,7 +5,8 @@ own: `ready`, which the sender writes when the slot is full, and `credit`, which
 The same few megabytes are used again and again, so they stay in the last-level cache: that is what lets several GPUs
 of a host talk at full speed at once. An edge is mapped by a driver when the first plan uses it.
 Calls in graphs have edges of their own, whose words count the messages of each slot
-(``native/gpu/capture.h``).
+(``native/gpu/capture.h``). Behind an edge's words lie two more, for what its receiver pulls out of the sender's window
+(`pulls`).
 
 In front of the edges lie areas and rings of each rank for messages that are too small for copy engines, which kernels
 on the GPUs write and read (``devices/kernels/oneshot.h``, ``exchange.h``), a word of each rank that makes its kernels
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 CHANNELS = 3  # native/base/message.h
 WORD_BYTES = 64  # bytes from one slot's word to the next: native/gpu/queue.h
 WORDS_BYTES = 4096  # bytes in front of an edge's slots
+_WORDS = 2 * SLOTS + 2  # so many: `ready` and `credit` of each slot, and those of pulls
 EDGES = 2 * CHANNELS  # between two ranks in a direction: captured calls have their own
 _CAPTURED = 16  # bytes from a rank's abort word to its words about captured calls
 _KERNELS, _STREAMS = 1, 2  # bits of a rank's abort word: those that wait have been let go; native/transport/shm/slots.h
@@ -45,7 +47,7 @@ _RING_WORDS = BLOCKS * RING_SLOTS * (1 + ONESHOT_RANKS) * WORD_BYTES
 AREA_WORDS = 16 << 10  # of 4 bytes of data each, in a half of a rank's area
 _AREA = 2 * 8 * AREA_WORDS
 
-assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
+assert _WORDS * WORD_BYTES <= WORDS_BYTES
 assert _CAPTURED + 16 <= AWAITED <= WORD_BYTES - ONESHOT_RANKS
 
 
@@ -62,6 +64,12 @@ class Edge:
     slots: int
     ready: int
     credit: int
+
+    @property
+    def pulls(self) -> tuple[int, int]:
+        """Where `ready` and `credit` of pulls are."""
+        first = self.ready + 2 * SLOTS * WORD_BYTES
+        return first, first + WORD_BYTES
 
 
 class Words(NamedTuple):
@@ -173,7 +181,7 @@ class SlotSegment:
         moved = 0
         for edge in self._edges:
             first = self._offset(*edge) // 8
-            moved += int(words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8].sum())
+            moved += int(words[first : first + _WORDS * WORD_BYTES // 8 : WORD_BYTES // 8].sum())
         for key in self._message_rings:
             counters = self._message_offset(*key) + MESSAGE_COUNTERS
             moved += int(
@@ -194,7 +202,7 @@ class SlotSegment:
         words = self._bytes.view(np.uint64)
         for edge in self._edges:
             first = self._offset(*edge) // 8
-            words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
+            words[first : first + _WORDS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
 
     def _let_go(self, rank: int, what: int) -> None:
         self._bytes.view(np.uint64)[rank * WORD_BYTES // 8] |= np.uint64(what)
@@ -205,7 +213,7 @@ class SlotSegment:
         for edge in self._edges:
             if {*edge[:2]} == {rank, peer}:
                 first = self._offset(*edge) // 8
-                words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
+                words[first : first + _WORDS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
 
     def close(self) -> None:
         """Unmap. The device must be done with all slots."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -105,6 +105,15 @@ class Shared(NamedTuple):
     sample: str
 
 
+class Seen(NamedTuple):
+    """A window where this rank's GPU sees it: its own part, the bytes that every rank's part has at least, and where
+    the other ranks' parts are, by rank."""
+
+    base: int
+    nbytes: int
+    peers: Mapping[int, int]
+
+
 class Copies(Protocol):
     """What copies pieces of one-sided messages to and from this rank's GPU (`gpu.copies.Copies`)."""
 
@@ -160,6 +169,13 @@ class Gpus(Protocol):
 
     def device_of(self, buffer: Buffer) -> Any:
         """The GPU that holds a buffer."""
+
+    def see_window(self, number: int, window: Seen) -> None:
+        """All GPUs see this window of this communicator on all others. Every rank says so, before it goes on."""
+
+    def forget_window(self, number: int, seconds: float) -> None:
+        """It is being closed here: when this returns no call reads it on other GPUs, or lets them read it here.
+        CollectiveTimeoutError where calls under way have not ended in so many seconds."""
 
     def copies(self, buffer: Buffer) -> Copies:
         """For the windows of this communicator, where memory is a GPU's such as `buffer`. Local."""

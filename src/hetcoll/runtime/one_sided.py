@@ -25,7 +25,7 @@ from ..types import DType
 from ..work import DONE, Work
 from .core import Core
 from .device_memory import DeviceMemory
-from .executor import Shared
+from .executor import Seen, Shared
 from .offsets import MOST_PIECES, Offsets, pieces
 from .regroup import Make, name_of, while_whole
 from .window_memory import WindowMemory
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import hetcoll._native as _native
 
     from ..links.verbs.memory import Memory
+    from .executor import Gpus
 
 _DONE, _FAILED = 1, 2  # states of tickets
 _CLOSED = 1  # native/host/windows.h, Refusal
@@ -187,8 +188,8 @@ class Window:
         """Take this rank's memory back. Local. When it returns nothing touches the memory any more: what comes later is
         refused, counted, and a `ClosedError` for who sent it. More than once is fine.
 
-        On a GPU it waits for the copies under way; `CollectiveTimeoutError` after the communicator's timeout, where
-        other streams hold them up.
+        On a GPU it waits for the copies under way, and for collectives called before that read the window;
+        `CollectiveTimeoutError` after the communicator's timeout, where other streams or ranks hold them up.
         """
         if not self.closed:
             self.closed = True
@@ -248,10 +249,11 @@ class Window:
 
 class OneSided:
     """What carries the messages of all windows of one communicator: another one, `core`, of the same ranks, whose
-    engine has a thread that serves other ranks. Also whom a `Transfer` asks. `memory`: what is registered for RDMA."""
+    engine has a thread that serves other ranks. Also whom a `Transfer` asks. `memory`: what is registered for RDMA.
+    `gpus`: that communicator's own calls, which read windows, too."""
 
-    def __init__(self, core: Core, close: Callable[[], None], memory: Memory | None) -> None:
-        self.core, self._close = core, close
+    def __init__(self, core: Core, close: Callable[[], None], memory: Memory | None, gpus: Gpus) -> None:
+        self.core, self._close, self._gpus = core, close, gpus
         self._windows: dict[int, Buffer | None] = {}  # keeps their memory
         self._opened = 0
         self.own_numbers = itertools.count(_OWN)  # of windows that this rank opens for itself
@@ -277,6 +279,7 @@ class OneSided:
         if not self.core.engine.forked:
             self.core.engine.close_window(number)
             self.devices.settle(number)
+            self._gpus.forget_window(number, self.core.config.timeout)
             self.registered.give_back(number)
             self.devices.forget_all(number)
             self._windows.pop(number, None)
@@ -377,7 +380,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         name = name_of(parent.group, "windows")
         with while_whole(parent, name):
             carrier = make(name, list(range(parent.size)), parent.config.init_timeout)
-            side = OneSided(carrier._core, carrier.close, parent.wiring.memory)
+            side = OneSided(carrier._core, carrier.close, parent.wiring.memory, parent.gpus)
             end = partial(side.core.diagnosis.fail_as, weakref.ref(parent.diagnosis))
             parent.diagnosis.on_failure.append(end)
             if parent.engine.failed:
@@ -422,4 +425,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         side.devices.seen_by(number, [rank for rank, each in enumerate(theirs) if side.core.rank in each])
         if all(len(each) == parent.size - 1 for each in theirs):
             mapped = seen
+            assert buffer is not None  # or nobody would see it
+            least = min(each.elements for each in exposed) * dtype.itemsize
+            parent.gpus.see_window(number, Seen(buffer.ptr, least, mapped))
     return Window(side, number, dtype, exposed, mapped)

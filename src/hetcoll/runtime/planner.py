@@ -274,9 +274,9 @@ class Planner:
         """Whether HETCOLL_ALGO names an algorithm of any collective."""
         return bool(self._forced)
 
-    def chooses_freely(self, collective: Collective) -> bool:
-        """Whether HETCOLL_ALGO leaves the algorithm of this collective open."""
-        return collective not in self._forced
+    def asked(self, collective: Collective) -> str | None:
+        """The algorithm that HETCOLL_ALGO names for this collective; None where it leaves that open."""
+        return self._forced.get(collective)
 
     def compressing(self, collective: Collective) -> str:
         """The algorithm that compresses."""
