@@ -11,12 +11,13 @@ communicator's next call.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -25,7 +26,7 @@ import numpy as np
 
 from ..calls import RECV, SEND, Call, Message, describe_message
 from ..calls.buffers import Buffer
-from ..errors import ArgumentError
+from ..errors import ArgumentError, HetcollError
 from ..health.diagnosis import Kind
 from ..health.status_report import call_site
 from ..work import DONE, Work
@@ -153,14 +154,19 @@ class Inspection:
         if self._check is None or self._passes(first, stream, partial(describe_message, send, dest, recv, source)):
             return core.exchange(send, dest, recv, source, async_op, seconds, stream)
         assert first is not None
-        own: deque[Row] = deque()
-        odd, incoming = "", None
-        if send is not None:
-            message = Message(SEND, send, dest)
-            odd = self._announce(message, *self.words(message, stream, seconds), seconds, own)
-        if recv is not None:
-            incoming = self._expect(Message(RECV, recv, source), stream, seconds, own)
-        work = core.exchange(send, dest, recv, source, async_op, seconds, stream)
+        core.gpus.check_place(first)  # before anything is sent
+        out = None if send is None else Message(SEND, send, dest)
+        words = None if out is None else self.words(out, stream, seconds)
+        odd, incoming = "" if words is None else words[1], None
+        start = partial(core.exchange, send, dest, recv, source, async_op, seconds, stream)
+        with self._whole():
+            work = None if first.device == "cpu" else start()  # GPUs may refuse it
+            own: deque[Row] = deque()
+            if out is not None and words is not None:
+                self._announce(out, words[0], seconds, own)
+            if recv is not None:
+                incoming = self._expect(Message(RECV, recv, source), stream, seconds, own)
+            work = work or start()
         if async_op:
             if incoming is None and not odd:
                 return work
@@ -168,13 +174,25 @@ class Inspection:
                 return self._watch(Checked(work, [], partial(_look, [], [odd])))
             look = partial(_look, [incoming.look], [odd])
             return self._watch(Checked(work, [incoming.work], look, incoming.result.copy))
+        looks = []
         if incoming is not None and first.device == "cpu":
             incoming.work.wait(seconds)
-            _look([incoming.look], [odd])
+            looks = [incoming.look]
         elif incoming is not None:
             work = self._follow(Checked(work, [incoming.work, incoming.result.begin(stream)], incoming.look))
-        _look([], [odd])
+        _look(looks, [odd])
         return work
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A signal handler that raises in the block ends the communicator: what goes before a message went alone."""
+        try:
+            yield
+        except HetcollError:
+            raise
+        except BaseException:
+            self._core.host.give_up()
+            raise
 
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """As `Core.exchange_all`. What concerns one rank is in the order of the calls."""
@@ -184,16 +202,17 @@ class Inspection:
             core.exchange_all(messages, seconds)
             return
         words = [self.words(m, None, seconds) if m.kind == SEND else None for m in messages]
-        core.exchange_all([m for m in messages if m.buffer.device != "cpu" or m.peer == rank], seconds)
         own: deque[Row] = deque()
-        works, odd, incoming = list[Work](), list[str](), list[Incoming]()
-        for message, said in zip(messages, words, strict=True):
-            if said is not None:
-                odd.append(self._announce(message, *said, seconds, own))
-            else:
-                incoming.append(self._expect(message, None, seconds, own))
-            if message.buffer.device == "cpu" and message.peer != rank:
-                works.append(core.host.exchange(*message.halves, None, True, seconds, background=False))
+        works, incoming = list[Work](), list[Incoming]()
+        with self._whole():
+            core.exchange_all([m for m in messages if m.buffer.device != "cpu" or m.peer == rank], seconds)
+            for message, said in zip(messages, words, strict=True):
+                if said is not None:
+                    self._announce(message, said[0], seconds, own)
+                else:
+                    incoming.append(self._expect(message, None, seconds, own))
+                if message.buffer.device == "cpu" and message.peer != rank:
+                    works.append(core.host.exchange(*message.halves, None, True, seconds, background=False))
         for each in incoming:
             if each.message.buffer.device != "cpu":
                 self._follow(Checked(each.result.begin(None), [each.work], each.look))
@@ -202,7 +221,7 @@ class Inspection:
         here = [each for each in incoming if each.message.buffer.device == "cpu"]
         for each in here:
             each.work.wait(seconds)
-        _look([each.look for each in here], odd)
+        _look([each.look for each in here], [said[1] for said in words if said is not None])
 
     def words(self, message: Message, stream: object, seconds: float) -> tuple[Row, str]:
         """What is to go before a message that this rank sends; and the error where it is not finite."""
@@ -213,13 +232,12 @@ class Inspection:
         row = row_of([hash_of(seen, converts), odd, site.encode("ascii", "replace").decode()[-_MOST_SITE:]], ROW_BYTES)
         return row, _odd(core.rank, message.peer, odd, site) if odd else ""
 
-    def _announce(self, message: Message, row: Row, odd: str, seconds: float, own: deque[Row]) -> str:
-        """Say this before `message`; `own` has what this rank says to itself. Returns the error."""
+    def _announce(self, message: Message, row: Row, seconds: float, own: deque[Row]) -> None:
+        """Say this before `message`; `own` has what this rank says to itself."""
         if message.peer == self._core.rank:
             own.append(row)
         else:
             self._core.host.start_checksum(SEND, row, message.peer, seconds, str(message))
-        return odd
 
     def _expect(self, message: Message, stream: object, seconds: float, own: deque[Row]) -> Incoming:
         """What is to become of a message that this rank receives."""
@@ -244,7 +262,11 @@ class Inspection:
             return False
         if not self._warned:
             self._warned = True
-            log.warning("%s is captured by a graph: replays are not inspected (HETCOLL_CHECK, HETCOLL_DIGEST)", what())
+            log.warning(
+                "%s is captured by a graph: its replays are unchecked, and those of what is captured later"
+                " (HETCOLL_CHECK, HETCOLL_DIGEST)",
+                what(),
+            )
         return True
 
     # Works that are not over.
