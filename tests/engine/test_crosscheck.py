@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,8 +58,26 @@ def use_the_rest(comm: hetcoll.Communicator) -> None:
     first = comm.allreduce(x := np.ones(3000), async_op=True) if comm.rank == 0 else None
     if comm.rank < 2:  # rank 1 begins its own later
         comm.send(np.ones(3), 1) if comm.rank == 0 else comm.recv(np.ones(3), 0)
-    (first or comm.allreduce(x := np.ones(3000), async_op=True)).wait()
+    (first or comm.allreduce(x := np.ones(3000), async_op=comm.rank > 1)).wait()  # of rank 1 it blocks
     assert (x == comm.size).all()
+    threads = [threading.Thread(target=call_at_once, args=(comm,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    comm.barrier()
+
+
+def call_at_once(comm: hetcoll.Communicator) -> None:
+    """The same as other threads do."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for _ in range(5):
+        comm.allreduce(x := np.ones(3))
+        assert (x == comm.size).all()
+        works = [comm.send(np.ones(3), right, async_op=True), comm.recv(np.ones(3), left, async_op=True)]
+        comm.sendrecv(np.ones(3), right, np.ones(3), left)
+        for work in works:
+            work.wait()
 
 
 def test_the_rest(pool: Pool) -> None:
@@ -267,25 +286,34 @@ def test_different_calls_are_found_before_anything_moves(launch: Launch) -> None
         assert "rank 1 called HETCOLL_CHECK before allreduce(float64, count=5, op=sum) at" in text
 
 
-def spoil(comm: hetcoll.Communicator) -> str:
-    """Rank 2's result loses a bit on its way."""
+def spoil(whole: hetcoll.Communicator, async_op: bool) -> str:
+    """Rank 2's result of a sum loses a bit on its way, as rounding might; the next call of any kind says so."""
+    comm = whole.split(0)
+    assert comm is not None
     start = comm._core.start
 
     def flip(call: Any, *rest: Any) -> Any:
         work = start(call, *rest)
-        if comm.rank == 2 and not call.label:
-            x.view(np.uint8)[7] ^= 1
+        if comm.rank == 2 and not call.label and call.send is not None:
+            work.wait()
+            view(call.recv).view(np.uint8)[0] ^= 1
         return work
 
-    x = np.ones(4)
     comm._core.__dict__["start"] = flip
-    with pytest.raises(hetcoll.CommunicationError) as caught:
-        comm.allreduce(x)
-    return str(caught.value)
+    try:
+        for _ in range(3):
+            comm.allreduce(np.ones(4), async_op=async_op).wait()
+            comm.barrier(async_op=async_op).wait()
+    except hetcoll.CommunicationError as error:
+        return str(error)
+    finally:
+        comm.close()
+    return ""
 
 
-def test_results_that_differ(launch: Launch) -> None:
-    (text,) = set(launch(SIZE, HETCOLL_CHECK="1").run(spoil))
+@pytest.mark.parametrize("async_op", [False, True])
+def test_results_that_differ(launch: Launch, async_op: bool) -> None:
+    (text,) = set(launch(SIZE, HETCOLL_CHECK="1").run(spoil, async_op))
     wanted = (
         r"HETCOLL_CHECK: the result of allreduce\(.*\) is not the same everywhere: ranks 0-1: \w{16}; rank 2: \w{16}"
     )
@@ -339,9 +367,8 @@ def test_a_result_that_is_not_what_the_inputs_make(launch: Launch) -> None:
     assert all(each == one for each in others)
     for (name, async_op), text in one.items():
         assert text.startswith(f"HETCOLL_CHECK: the result of {name}("), (name, async_op, text)
-        same = name == "allreduce" and not async_op
-        assert ("not the same everywhere" if same else SPOILED[name][1]) in text, (name, async_op, text)
-        assert same or "on rank 2 is wrong: " in text, (name, async_op, text)
+        assert SPOILED[name][1] in text, (name, async_op, text)
+        assert "on rank 2 is wrong: " in text, (name, async_op, text)
 
 
 def test_each_of_many_ranks_is_told_what_is_for_it_alone() -> None:
@@ -358,7 +385,7 @@ def test_each_of_many_ranks_is_told_what_is_for_it_alone() -> None:
     for call in told:
         assert call.send is not None
         assert call.recv is not None
-        assert call.send.nbytes == call.recv.nbytes <= 400 * size
+        assert call.send.nbytes == call.recv.nbytes <= 500 * size
 
 
 def call_in_time(comm: hetcoll.Communicator) -> None:

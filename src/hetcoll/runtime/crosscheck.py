@@ -1,13 +1,14 @@
 """HETCOLL_CHECK=1: collectives are checked across the ranks, for programs whose results are wrong.
 
-Beside each call the ranks tell each other whether their input holds what is not finite (NaN, infinity), and checksums
+Before each call the ranks tell each other whether their input holds what is not finite (NaN, infinity), and checksums
 of what they give (`checksums`): of parts that are cut by rank each rank is told of its own alone. The name of what they
 tell has the call in it, so ranks that call different things are found there, too. A blocking call waits for it before
 anything moves: where an input is not finite every rank raises the same error, which says whose it is, and no buffer was
 touched. An asynchronous call begins at once, and is looked at when it is over. What a rank got is what the inputs make,
-so memory and GPUs that spoil data are found. And after a blocking all-reduce, whose checksums allow for rounding, the
-ranks compare a hash of the result. Where ranks may pass 8-bit floats of two kinds (`float8`), kinds of one format are
-the same, hashes are of values, and sums have no checksum.
+so memory and GPUs that spoil data are found. Checksums of sums allow for rounding; so with their next calls the ranks
+also tell each other hashes of what all-reduces made, which must be the same everywhere. There is no exchange after a
+call, since one rank may make it asynchronously and another one not. Where ranks may pass 8-bit floats of two kinds
+(`float8`), kinds of one format are the same, hashes are of values, and sums have no checksum.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -34,18 +37,19 @@ from ..work import Work
 from .checksums import Fold, foldable, room
 
 Start = Callable[[Call, bool, float], Work]
-_TEXT = 256  # bytes as JSON to say what is not finite, or of a hash
+_TEXT = 256  # bytes as JSON to say what is not finite
+_MADE, _HASH = 4, 32  # hashes of all-reduces that are told at a time, and the bytes of one
 _EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
 
 class Told:
-    """What each rank tells this one beside a call. It can be read once `work` is over."""
+    """What each rank tells this one before a call. It can be read once `work` is over."""
 
-    def __init__(self, work: Work, rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        self.work, self._rows = work, rows
+    def __init__(self, work: Work, rows: np.ndarray[Any, np.dtype[np.uint8]], number: int) -> None:
+        self.work, self.number, self._rows = work, number, rows
 
-    def read(self) -> list[Any]:
-        """By rank."""
+    def read(self) -> list[tuple[str, Any, list[tuple[int, str]]]]:
+        """By rank: what is not finite, a checksum, and of some earlier calls their numbers and hashes."""
         return [json.loads(row.tobytes()) for row in self._rows]
 
 
@@ -54,25 +58,43 @@ class CrossCheck:
 
     def __init__(self, rank: int, size: int, start: Start, diagnosis: Diagnosis) -> None:
         self._rank, self._size, self._start, self._diagnosis = rank, size, start, diagnosis
+        self._lock = threading.Lock()  # guards what follows
+        self._number = 0  # of calls
+        self._untold: deque[tuple[int, str]] = deque()  # of all-reduces: their numbers, and hashes of the results
+        self._made: dict[int, dict[int, str]] = {}  # by number: the hashes of the ranks
+        self._calls: dict[int, str] = {}
 
     def tell(self, call: Call, converts: bool, async_op: bool, seconds: float) -> Told:
         """Begin to tell the others of this rank's input. `converts`: ranks may have other kinds of 8-bit floats."""
         source, parts = given(call, self._rank), _shares(call, self._size)[0]
         odd = "" if source is None else find_odd(source)
         sums = [None] * len(parts) if source is None else self._checksums(call, source, converts)
-        label, space = f"HETCOLL_CHECK before {_common(call, converts)}", _TEXT + room(len(parts))
-        mine = np.stack([row_of([odd, each], space) for each in sums])
+        with self._lock:
+            made = [self._untold.popleft() for _ in range(min(_MADE, len(self._untold)))]
+            self._number = number = self._number + 1
+            if call.collective is Collective.ALLREDUCE:
+                self._calls[number] = call.describe()
+        label, space = f"HETCOLL_CHECK before {_common(call, converts)}", _TEXT + room(len(parts)) + _MADE * _HASH
+        mine = np.stack([row_of([odd, each, made], space) for each in sums])
         rows = np.empty((self._size, space), np.uint8)
         if call.collective.plain in CUT:
             telling = replace(calls.alltoall(self._rank, self._size, mine, rows), label=label)
         else:
             telling = calls.meeting(self._rank, label, mine, rows)
-        return Told(self._start(telling, async_op, seconds), rows)
+        return Told(self._start(telling, async_op, seconds), rows, number)
 
     def check_input(self, call: Call, told: Told) -> None:
-        """ArgumentError, on every rank, where the input of one is not finite."""
-        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told.read()) if text]
+        """ArgumentError, on every rank, where the input of one is not finite. CommunicationError where they say that
+        they hold different results of an earlier all-reduce."""
+        problems = []
+        for rank, (odd, _, made) in enumerate(told.read()):
+            if odd:
+                problems.append(f"rank {rank}: {odd}")
+            for number, text in made:
+                self._compare(rank, number, text)
         if problems:
+            with self._lock:
+                self._calls.pop(told.number, None)
             raise ArgumentError(f"HETCOLL_CHECK: the input of {call.describe()} is not finite: {'; '.join(problems)}")
 
     def check_result(self, call: Call, converts: bool, told: Told) -> None:
@@ -80,24 +102,27 @@ class CrossCheck:
         result = call.recv or call.send
         if result is None or (call.collective in TO_ROOT and call.root != self._rank):
             return
-        if problem := self._wrong(call, result, converts, [given for _, given in told.read()]):
+        if problem := self._wrong(call, result, converts, [given for _, given, _ in told.read()]):
             self._fail(f"the result of {call.describe()} on rank {self._rank} is wrong: {problem}")
+        if call.collective is Collective.ALLREDUCE:
+            with self._lock:
+                self._untold.append((told.number, hash_of(result, converts)))
 
-    def check_same(self, call: Call, converts: bool, seconds: float) -> None:
-        """CommunicationError on every rank where their results of an all-reduce differ. All ranks call it."""
-        result = call.recv or call.send
-        if call.collective is not Collective.ALLREDUCE or result is None:
-            return
-        mine = row_of(hash_of(result, converts), _TEXT)
-        rows = np.empty((self._size, _TEXT), np.uint8)
-        label = f"HETCOLL_CHECK after {_common(call, converts)}"
-        told = Told(self._start(calls.meeting(self._rank, label, mine, rows), False, seconds), rows)
+    def _compare(self, rank: int, number: int, text: str) -> None:
+        """What `rank` holds of an all-reduce, with what the others do, once all have told."""
+        with self._lock:
+            found = self._made.setdefault(number, {})
+            found[rank] = text
+            if len(found) < self._size:
+                return
+            del self._made[number]
+            call = self._calls.pop(number)
         holders: dict[str, list[int]] = {}
-        for rank, text in enumerate(told.read()):
-            holders.setdefault(text, []).append(rank)
+        for each, told in sorted(found.items()):
+            holders.setdefault(told, []).append(each)
         if len(holders) > 1:
-            parts = [f"{spell_ranks(ranks)}: {text}" for text, ranks in holders.items()]
-            self._fail(f"the result of {call.describe()} is not the same everywhere: {'; '.join(parts)}")
+            parts = [f"{spell_ranks(ranks)}: {told}" for told, ranks in holders.items()]
+            self._fail(f"the result of {call} is not the same everywhere: {'; '.join(parts)}")
 
     def _checksums(self, call: Call, source: Buffer, converts: bool) -> list[Any]:
         parts = _parts(source, _shares(call, self._size)[0])

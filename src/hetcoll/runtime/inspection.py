@@ -89,6 +89,8 @@ class Inspection:
         self._open: list[Checked] = []
         self._copies: list[Checked] = []  # of calls on GPUs that blocked: nobody need wait for them
         self._lock = threading.Lock()
+        self._beginning = threading.Lock()  # held from what is told before a collective until its beginning
+        self._orders: dict[tuple[int, int], threading.Lock] = {}  # the same for messages, by kind and peer
         self._warned = False
 
     def _start(self, call: Call, async_op: bool, seconds: float) -> Work:
@@ -100,19 +102,19 @@ class Inspection:
         if (check is None and async_op) or self._passes(buffer, stream, call.describe):
             return core.start(call, async_op, seconds, stream)
         converts = core.gpus.converts(buffer, stream, seconds)
-        seen = self._on_host(call, stream)
-        told = None if check is None else check.tell(seen, converts, async_op, seconds)
-        if check is not None and told is not None and async_op:
-            work = core.start(call, True, seconds, stream)
-            return self._look_later(call, seen, converts, check, told, work)
-        if digest is not None:
+        seen, told = self._on_host(call, stream), None
+        if digest is not None and not async_op:
             digest.before(seen, converts)
-        if check is not None and told is not None:
-            check.check_input(seen, told)
-        work = core.start(call, False, seconds, stream)
+        with self._beginning:
+            if check is not None:
+                told = check.tell(seen, converts, async_op, seconds)
+                if not async_op:
+                    check.check_input(seen, told)
+            work = core.start(call, async_op, seconds, stream)
+        if check is not None and told is not None and async_op:
+            return self._look_later(call, seen, converts, check, told, work)
         seen = self._on_host(call, stream)
         if check is not None and told is not None:
-            check.check_same(seen, converts, seconds)
             check.check_result(seen, converts, told)
         if digest is not None:
             digest.after(seen, converts)
@@ -155,12 +157,13 @@ class Inspection:
             return core.exchange(send, dest, recv, source, async_op, seconds, stream)
         assert first is not None
         core.gpus.check_place(first)  # before anything is sent
+        on_host = first.device == "cpu"
         out = None if send is None else Message(SEND, send, dest)
         words = None if out is None else self.words(out, stream, seconds)
         odd, incoming = "" if words is None else words[1], None
-        start = partial(core.exchange, send, dest, recv, source, async_op, seconds, stream)
-        with self._whole():
-            work = None if first.device == "cpu" else start()  # GPUs may refuse it
+        start = partial(core.exchange, send, dest, recv, source, async_op or on_host, seconds, stream)
+        with self._in_order([(SEND, dest)] * (send is not None) + [(RECV, source)] * (recv is not None)):
+            work = None if on_host else start()  # GPUs may refuse it
             own: deque[Row] = deque()
             if out is not None and words is not None:
                 self._announce(out, words[0], seconds, own)
@@ -175,24 +178,31 @@ class Inspection:
             look = partial(_look, [incoming.look], [odd])
             return self._watch(Checked(work, [incoming.work], look, incoming.result.copy))
         looks = []
-        if incoming is not None and first.device == "cpu":
-            incoming.work.wait(seconds)
-            looks = [incoming.look]
+        if on_host:
+            work.wait(seconds)
+            if incoming is not None:
+                incoming.work.wait(seconds)
+                looks = [incoming.look]
+            work = DONE
         elif incoming is not None:
             work = self._follow(Checked(work, [incoming.work, incoming.result.begin(stream)], incoming.look))
         _look(looks, [odd])
         return work
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """A signal handler that raises in the block ends the communicator: what goes before a message went alone."""
-        try:
-            yield
-        except HetcollError:
-            raise
-        except BaseException:
-            self._core.host.give_up()
-            raise
+    def _in_order(self, ends: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Messages of these kinds and peers begin in the block: what goes before one, and it. A signal handler that
+        raises there ends the communicator."""
+        with contextlib.ExitStack() as stack:
+            for end in sorted(set(ends)):
+                stack.enter_context(self._orders.setdefault(end, threading.Lock()))
+            try:
+                yield
+            except HetcollError:
+                raise
+            except BaseException:
+                self._core.host.give_up()
+                raise
 
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """As `Core.exchange_all`. What concerns one rank is in the order of the calls."""
@@ -204,15 +214,17 @@ class Inspection:
         words = [self.words(m, None, seconds) if m.kind == SEND else None for m in messages]
         own: deque[Row] = deque()
         works, incoming = list[Work](), list[Incoming]()
-        with self._whole():
+        ends = [(m.kind, m.peer) for m in messages]  # of which GPUs begin all at once, and the host one after another
+        with self._in_order(ends if on_gpu else []):
             core.exchange_all([m for m in messages if m.buffer.device != "cpu" or m.peer == rank], seconds)
-            for message, said in zip(messages, words, strict=True):
-                if said is not None:
-                    self._announce(message, said[0], seconds, own)
-                else:
-                    incoming.append(self._expect(message, None, seconds, own))
-                if message.buffer.device == "cpu" and message.peer != rank:
-                    works.append(core.host.exchange(*message.halves, None, True, seconds, background=False))
+            for message, said, end in zip(messages, words, ends, strict=True):
+                with self._in_order([] if on_gpu else [end]):
+                    if said is not None:
+                        self._announce(message, said[0], seconds, own)
+                    else:
+                        incoming.append(self._expect(message, None, seconds, own))
+                    if message.buffer.device == "cpu" and message.peer != rank:
+                        works.append(core.host.exchange(*message.halves, None, True, seconds, background=False))
         for each in incoming:
             if each.message.buffer.device != "cpu":
                 self._follow(Checked(each.result.begin(None), [each.work], each.look))
