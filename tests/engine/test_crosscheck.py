@@ -388,6 +388,26 @@ def test_each_of_many_ranks_is_told_what_is_for_it_alone() -> None:
         assert call.send.nbytes == call.recv.nbytes <= 500 * size
 
 
+def receive_what_is_spoiled(comm: hetcoll.Communicator, count: int) -> list[str]:
+    """Messages and sums over a network that turns bits, until somebody is told."""
+    x = np.ones(count)
+    try:
+        for _ in range(20):
+            comm.sendrecv(x, 1 - comm.rank, y := np.zeros(count), 1 - comm.rank)
+            comm.allreduce(y)
+    except hetcoll.CommunicationError as error:
+        return [str(error)]
+    return []
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_bytes_that_a_network_spoils(launch: Launch, count: int) -> None:
+    """Large ones are mostly data; small ones mostly what goes before them."""
+    env = {"HETCOLL_INTEGRITY": "off", "HETCOLL_TRANSPORT": "tcp", "HETCOLL_FAULT": "corrupt_every=5000,rank=0"}
+    ((text,),) = {tuple(said) for said in launch(2, HETCOLL_CHECK="1", **env).run(receive_what_is_spoiled, count)}
+    assert "HETCOLL_CHECK: " in text or "belongs to another operation" in text, text
+
+
 def call_in_time(comm: hetcoll.Communicator) -> None:
     comm.barrier()
     if comm.rank > 0:

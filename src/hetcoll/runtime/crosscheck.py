@@ -37,6 +37,7 @@ from ..work import Work
 from .checksums import Fold, foldable, room
 
 Start = Callable[[Call, bool, float], Work]
+_DIGEST = 8  # bytes of a hash
 _TEXT = 256  # bytes as JSON to say what is not finite
 _MADE, _HASH = 4, 32  # hashes of all-reduces that are told at a time, and the bytes of one
 _EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
@@ -48,9 +49,9 @@ class Told:
     def __init__(self, work: Work, rows: np.ndarray[Any, np.dtype[np.uint8]], number: int) -> None:
         self.work, self.number, self._rows = work, number, rows
 
-    def read(self) -> list[tuple[str, Any, list[tuple[int, str]]]]:
-        """By rank: what is not finite, a checksum, and of some earlier calls their numbers and hashes."""
-        return [json.loads(row.tobytes()) for row in self._rows]
+    def read(self) -> list[tuple[str, Any, list[tuple[int, str]]] | None]:
+        """By rank: what is not finite, a checksum, and of some earlier calls their numbers and hashes; see `said`."""
+        return [said(row) for row in self._rows]
 
 
 class CrossCheck:
@@ -87,7 +88,10 @@ class CrossCheck:
         """ArgumentError, on every rank, where the input of one is not finite. CommunicationError where they say that
         they hold different results of an earlier all-reduce."""
         problems = []
-        for rank, (odd, _, made) in enumerate(told.read()):
+        for rank, found in enumerate(told.read()):
+            if found is None:
+                self._fail(f"what rank {rank} told rank {self._rank} of {call.describe()} came changed")
+            odd, _, made = found
             if odd:
                 problems.append(f"rank {rank}: {odd}")
             for number, text in made:
@@ -102,7 +106,7 @@ class CrossCheck:
         result = call.recv or call.send
         if result is None or (call.collective in TO_ROOT and call.root != self._rank):
             return
-        if problem := self._wrong(call, result, converts, [given for _, given, _ in told.read()]):
+        if problem := self._wrong(call, result, converts, [found and found[1] for found in told.read()]):
             self._fail(f"the result of {call.describe()} on rank {self._rank} is wrong: {problem}")
         if call.collective is Collective.ALLREDUCE:
             with self._lock:
@@ -152,10 +156,21 @@ class CrossCheck:
 
 
 def row_of(what: object, space: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """`what` as JSON in so many bytes."""
+    """`what` as JSON in so many bytes, behind a hash of it."""
     blob = json.dumps(what).encode()
-    assert len(blob) <= space, f"{len(blob)} bytes, room for {space}"
-    return np.frombuffer(blob.ljust(space), np.uint8)
+    assert len(blob) + _DIGEST <= space, f"{len(blob)} bytes, room for {space}"
+    blob = blob.ljust(space - _DIGEST)
+    return np.frombuffer(_digest(blob) + blob, np.uint8)
+
+
+def said(row: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
+    """What `row_of` was given; None where the bytes have changed since."""
+    digest, blob = row[:_DIGEST].tobytes(), row[_DIGEST:].tobytes()
+    return json.loads(blob) if _digest(blob) == digest else None
+
+
+def _digest(blob: bytes) -> bytes:
+    return hashlib.blake2b(blob, digest_size=_DIGEST).digest()
 
 
 def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
@@ -203,7 +218,7 @@ def hash_of(buffer: Buffer, converts: bool = False) -> str:
     """16 hexadecimal digits that are equal where the bytes are; with `converts`, where the values are that both kinds
     of 8-bit floats hold."""
     values = _in_common(buffer) if converts else view(buffer)
-    return hashlib.blake2b(values.view(np.uint8).data, digest_size=8).hexdigest()
+    return hashlib.blake2b(values.view(np.uint8).data, digest_size=_DIGEST).hexdigest()
 
 
 def _in_common(buffer: Buffer) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -12,7 +12,6 @@ communicator's next call.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import time
@@ -31,7 +30,7 @@ from ..health.diagnosis import Kind
 from ..health.status_report import call_site
 from ..work import DONE, Work
 from .checked import Checked
-from .crosscheck import CrossCheck, Told, find_odd, hash_of, row_of
+from .crosscheck import CrossCheck, Told, find_odd, hash_of, row_of, said
 from .digest import Digest
 from .executor import ROW_BYTES, Row
 
@@ -217,10 +216,10 @@ class Inspection:
         ends = [(m.kind, m.peer) for m in messages]  # of which GPUs begin all at once, and the host one after another
         with self._in_order(ends if on_gpu else []):
             core.exchange_all([m for m in messages if m.buffer.device != "cpu" or m.peer == rank], seconds)
-            for message, said, end in zip(messages, words, ends, strict=True):
+            for message, word, end in zip(messages, words, ends, strict=True):
                 with self._in_order([] if on_gpu else [end]):
-                    if said is not None:
-                        self._announce(message, said[0], seconds, own)
+                    if word is not None:
+                        self._announce(message, word[0], seconds, own)
                     else:
                         incoming.append(self._expect(message, None, seconds, own))
                     if message.buffer.device == "cpu" and message.peer != rank:
@@ -233,7 +232,7 @@ class Inspection:
         here = [each for each in incoming if each.message.buffer.device == "cpu"]
         for each in here:
             each.work.wait(seconds)
-        _look([each.look for each in here], [said[1] for said in words if said is not None])
+        _look([each.look for each in here], [word[1] for word in words if word is not None])
 
     def words(self, message: Message, stream: object, seconds: float) -> tuple[Row, str]:
         """What is to go before a message that this rank sends; and the error where it is not finite."""
@@ -345,7 +344,7 @@ class Incoming:
 
     def look(self) -> None:
         """When it is there. CommunicationError where it is not what was sent, ArgumentError where it is not finite."""
-        digest, odd, site = json.loads(self._row.tobytes())
+        digest, odd, site = said(self._row) or ("", "", "a place that came changed")
         rank, diagnosis = self._core.rank, self._core.diagnosis
         if hash_of(self.result.read(), self._converts) != digest:
             text = f"rank {rank} received something else than rank {self.message.peer} sent"
