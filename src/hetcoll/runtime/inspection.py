@@ -100,6 +100,8 @@ class Inspection:
         core, check, digest, buffer = self._core, self._check, self._digest, call.send or call.recv
         if (check is None and async_op) or self._passes(buffer, stream, call.describe):
             return core.start(call, async_op, seconds, stream)
+        if buffer is not None:
+            core.gpus.check_place(buffer)  # before anything is told
         converts = core.gpus.converts(buffer, stream, seconds)
         seen, told = self._on_host(call, stream), None
         if digest is not None and not async_op:
