@@ -459,6 +459,7 @@ def check_on_gpus(comm: hetcoll.Communicator) -> str:
     assert str(caught.value) == str(caught_later.value)
     exchange(comm)
     send_oddly(comm)
+    pass_memory_of_another(comm)
     comm.allreduce(own.array)  # nothing was touched
     assert own.get().tolist() == [54.0] * 5
     return str(caught.value)

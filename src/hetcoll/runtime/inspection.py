@@ -100,8 +100,6 @@ class Inspection:
         core, check, digest, buffer = self._core, self._check, self._digest, call.send or call.recv
         if (check is None and async_op) or self._passes(buffer, stream, call.describe):
             return core.start(call, async_op, seconds, stream)
-        if buffer is not None:
-            core.gpus.check_place(buffer)  # before anything is told
         converts = core.gpus.converts(buffer, stream, seconds)
         seen, told = self._on_host(call, stream), None
         if digest is not None and not async_op:
@@ -157,7 +155,6 @@ class Inspection:
         if self._check is None or self._passes(first, stream, partial(describe_message, send, dest, recv, source)):
             return core.exchange(send, dest, recv, source, async_op, seconds, stream)
         assert first is not None
-        core.gpus.check_place(first)  # before anything is sent
         on_host = first.device == "cpu"
         out = None if send is None else Message(SEND, send, dest)
         words = None if out is None else self.words(out, stream, seconds)
@@ -268,10 +265,13 @@ class Inspection:
         return Incoming(self._core, message, False, row, DONE)
 
     def _passes(self, buffer: Buffer | None, stream: object, what: Callable[[], str]) -> bool:
-        """Whether a graph captures a call, which is not looked at: its data comes with replays. Also looks at earlier
-        calls that are over."""
+        """Whether a graph captures a call, which is not looked at: its data comes with replays. Before anything is told
+        it refuses memory of another device, and looks at earlier calls that are over."""
         self._look_at_open()
-        if buffer is None or not self._core.gpus.capturing(buffer, stream):
+        if buffer is None:
+            return False
+        self._core.gpus.check_place(buffer)
+        if not self._core.gpus.capturing(buffer, stream):
             return False
         if not self._warned:
             self._warned = True
