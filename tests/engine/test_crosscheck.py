@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -256,6 +258,24 @@ def test_input_that_is_not_finite(pool: Pool, name: str, async_op: bool) -> None
     assert untouched
     what = rf"the input of {ODD[name][2]}.* is not finite: rank 1: \d.* elements, the first is .* at \d"
     assert re.fullmatch(f"HETCOLL_CHECK: {what}", text), text
+
+
+def wait_for_nothing(comm: hetcoll.Communicator) -> str:
+    """What is logged of an asynchronous call whose Work is dropped, at a later call."""
+    said, log = io.StringIO(), logging.getLogger("hetcoll")
+    log.addHandler(handler := logging.StreamHandler(said))
+    try:
+        comm.allreduce(np.full(3, np.nan), async_op=True)
+        wait_until(lambda: bool(comm.barrier()) and "nobody" in said.getvalue() and not comm.error, 20)
+        comm.barrier()
+    finally:
+        log.removeHandler(handler)
+    return said.getvalue()
+
+
+def test_a_work_that_is_dropped_is_looked_at_all_the_same(pool: Pool) -> None:
+    (text,) = set(pool(1, HETCOLL_CHECK="1").run(wait_for_nothing))
+    assert re.search(r"nobody has waited for allreduce\(float64, count=3.*is not finite: rank 0: 3 of 3 elements", text)
 
 
 def receive_into_rubbish(comm: hetcoll.Communicator) -> list[float]:

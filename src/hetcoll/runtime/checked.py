@@ -79,7 +79,7 @@ class Checked(Work):
             try:
                 look()
             except HetcollError as error:
-                self._error = error
+                self._error = error.with_traceback(None)  # whose frames would keep this object alive
 
     def __del__(self) -> None:
         if self._error is not None and not self._raised:

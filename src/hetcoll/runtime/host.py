@@ -30,8 +30,7 @@ from .compression import float32_zeros
 from .executor import FastPath, Gpus
 from .planner import Planner
 
-CHECKSUM = "checksum"
-"""What both sides call the bytes that go before a message under HETCOLL_CHECK."""
+CHECKSUM = "checksum"  # what both sides call the bytes that go before a message under HETCOLL_CHECK
 
 T = TypeVar("T")
 
@@ -253,8 +252,7 @@ class HostExecutor:
         self._move_bytes(RECV, data, source, seconds, "object")
 
     def start_checksum(self, kind: int, row: np.ndarray[Any, Any], peer: int, seconds: float, what: str) -> Work:
-        """Begin to send or receive (`kind`) what goes before `what`, a message of this kind: host memory whatever the
-        ranks' arrays are on, in one order with the host's messages."""
+        """Begin what goes before `what`, a message of this `kind`, in one order with the host's messages."""
         return self._move_bytes(kind, row, peer, seconds, CHECKSUM, what)
 
     def _move_bytes(
@@ -263,10 +261,8 @@ class HostExecutor:
         message = Message(kind, read_buffer(data, "data", writable=kind == RECV), peer)
         send, dest, recv, source = message.halves
         with self._inside(what or str(message)):
-            shape = self.prepare(
-                lambda check: self.plans.point(send, dest, recv, source, seconds, check, word), seconds
-            )
-            ptr = message.buffer.ptr
+            find = partial(self.plans.point, send, dest, recv, source, seconds, word=word)
+            shape, ptr = self.prepare(find, seconds), message.buffer.ptr
             return self._run(shape, *((ptr, 0) if send else (0, ptr)), word == CHECKSUM, seconds, message.buffer)
 
     def explain(self, collective: Collective, nbytes: int) -> str:

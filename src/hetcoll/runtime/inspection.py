@@ -104,7 +104,7 @@ class Inspection:
         seen, told = self._on_host(call, stream), None
         if digest is not None and not async_op:
             digest.before(seen, converts)
-        with self._beginning:
+        with contextlib.nullcontext() if check is None else self._beginning:
             if check is not None:
                 told = check.tell(seen, converts, async_op, seconds)
                 if not async_op:
