@@ -549,9 +549,11 @@ class Communicator:
         """
         return regroup.agree(self._core, flag, timeout)
 
-    def _make(self, name: bytes, members: list[int], timeout: float, form: Format | None = None) -> Self:
+    def _make(
+        self, name: bytes, members: list[int], timeout: float, form: Format | None = None, check: bool = True
+    ) -> Self:
         """The communicator called `name` of these ranks, this one among them."""
-        config = regroup.configure(self._config, members, form)
+        config = regroup.configure(self._config, members, form, check)
         with regroup.in_ranks_of_parent(members), coming_together():
             return type(self)(self._session, name, members.index(self._rank), len(members), config, timeout)
 

@@ -14,7 +14,7 @@ import fakes
 import numpy as np
 import pytest
 from gpu_calls import OTHERS, SOME, cases_of, check, every_reduction
-from gpu_kinds import Own, has_gpu, run_on_own, start
+from gpu_kinds import Own, device_of, has_gpu, run_on_own, start
 from ranks import Job, Outcome, Ranks, kept, wait_until
 from reference import Case
 from thorough import parametrize
@@ -443,18 +443,90 @@ def test_check_takes_two_kinds_of_a_format_for_one() -> None:
 
 
 def check_on_gpus(comm: hetcoll.Communicator) -> str:
-    """A right call on device memory, and one whose input is not finite on one rank."""
+    """Right calls on device memory, blocking and not, and one whose input is not finite on one rank."""
     own = Own(comm, np.full(5, comm.rank + 1.0, np.float32))
     comm.allreduce(own.array)
     assert own.get().tolist() == [6.0] * 5
+    comm.allreduce(own.array, async_op=True).wait(60)
+    assert own.get().tolist() == [18.0] * 5
     comm.barrier()
     values = np.ones(5, np.float32)
     values[3] = np.inf if comm.rank == 1 else 1.0
     with pytest.raises(hetcoll.ArgumentError) as caught:
         comm.allreduce(Own(comm, values).array)
+    with pytest.raises(hetcoll.ArgumentError) as caught_later:
+        comm.allreduce(Own(comm, values).array, async_op=True).wait(60)
+    assert str(caught.value) == str(caught_later.value)
+    exchange(comm)
+    send_oddly(comm)
+    pass_memory_of_another(comm)
     comm.allreduce(own.array)  # nothing was touched
-    assert own.get().tolist() == [18.0] * 5
+    assert own.get().tolist() == [54.0] * 5
     return str(caught.value)
+
+
+def send_oddly(comm: hetcoll.Communicator) -> None:
+    """Around the ranks, each of which receives before it sends, and goes on. Streams wait, not the hosts of GPUs."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent, got = Own(comm, np.full(70_001, np.nan)), Own(comm, np.zeros(70_001))
+    here = f"what rank {comm.rank} sends to rank {right} is not finite: 70001 of 70001 elements"
+    there = f"what rank {left} sends to rank {comm.rank} is not finite: 70001 of 70001 elements"
+    for async_op in (True, False):
+        how: dict[str, Any] = {"async_op": True} if async_op or not has_gpu(comm) else {"stream": _stream(comm, 0)}
+        receiving = comm.recv(got.array, left, **how)
+        if "stream" in how:
+            with pytest.raises(hetcoll.ArgumentError, match=here):
+                comm.send(sent.array, right, stream=_stream(comm, 1))
+        else:
+            with pytest.raises(hetcoll.ArgumentError, match=here):
+                comm.send(sent.array, right, async_op=True).wait(60)
+        with pytest.raises(hetcoll.ArgumentError, match=there):
+            receiving.wait(60)
+    comm.barrier()
+
+
+def _stream(comm: hetcoll.Communicator, number: int) -> int:
+    """One of two that last as long as the communicator."""
+    kept: dict[int, int] = vars(comm).setdefault("streams", {})
+    if number not in kept:
+        kept[number] = device_of(comm).stream()
+    return kept[number]
+
+
+def spoil_on_gpus(comm: hetcoll.Communicator, how: str) -> str:
+    """Rank 0's memory changes before a message leaves it; rank 1 looks when it is over, or at its next call."""
+    own, spoiled, core = Own(comm, np.ones(9)), np.arange(9.0), comm._core
+    other, begin = Own(comm, np.zeros(9)), (core.exchange, core.exchange_all)
+
+    def change(*words: Any) -> Any:
+        own.array.set(spoiled)
+        return begin[how == "group"](*words)
+
+    try:
+        if comm.rank < 2:
+            if comm.rank == 0:
+                core.__dict__["exchange" + "_all" * (how == "group")] = change
+            peer, move = 1 - comm.rank, comm.send if comm.rank == 0 else comm.recv
+            array = own.array if comm.rank == 0 else other.array
+            if how == "group":
+                with comm.group():
+                    move(array, peer)
+            else:
+                work = move(array, peer, async_op=how != "blocking")
+                if comm.rank == 1 and how == "stream":  # what comes on it may write there
+                    work.wait_stream()
+                    other.array.set(np.ones(9))
+        wait_until(lambda: comm.barrier() is None, 20)  # calls until it finds out
+    except hetcoll.CommunicationError as error:
+        return str(error)
+    return ""
+
+
+@parametrize("how", ["stream", "blocking", "group"], first=1)
+def test_messages_between_gpus_that_are_spoiled(how: str) -> None:
+    with start("na", HETCOLL_CHECK="1") as ranks:
+        (text,) = set(ranks.run(spoil_on_gpus, how, timeout=120))
+    assert re.search(r"rank 1 received something else than rank 0 sent at .*: recv\(float64, count=9\)", text), text
 
 
 def test_calls_on_gpus_are_inspected(tmp_path: Path) -> None:
@@ -465,4 +537,5 @@ def test_calls_on_gpus_are_inspected(tmp_path: Path) -> None:
         assert said.endswith("is not finite: rank 1: 1 of 5 elements, the first is inf at 3")
     lines = read(tmp_path)
     assert all(line.given != line.made for rank in range(3) for line in lines[rank] if "allreduce" in line.call)
-    assert len({tuple(line.made for line in lines[rank]) for rank in range(3)}) == 1
+    made = [[line.made for line in lines[rank] if "allreduce" in line.call] for rank in range(3)]
+    assert made[0] == made[1] == made[2]

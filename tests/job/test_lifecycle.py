@@ -119,7 +119,7 @@ STANDARD = {
 
 LATER = (
     "cli", "gpu.cpu_rank", "gpu.edges", "gpu.executor", "gpu.path_probe", "gpu.plans", "gpu.proxy", "gpu.shared",
-    "gpu.slots", "runtime.crosscheck", "jax", "links.verbs.library", "links.verbs.memory", "links.verbs.local_nics",
+    "gpu.slots", "runtime.inspection", "jax", "links.verbs.library", "links.verbs.memory", "links.verbs.local_nics",
     "plan.algorithms", "plan.simulator", "tools", "torch", "vendors.ccl", "vendors.devices", "gpu.float8",
 )  # fmt: skip
 """What is loaded when a call or a setting first needs it: all of GPUs, most of RDMA, plans, commands."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calls import Call
 from ..calls.buffers import Buffer
 from ..config.env import Config
 from ..config.limits import Held
@@ -28,8 +26,7 @@ if TYPE_CHECKING:
     from .copies import Copies
     from .cpu_rank import CpuRank
     from .executor import GpuExecutor
-
-log = logging.getLogger("hetcoll")
+    from .snapshot import GpuSnapshot
 
 _KINDS = {"rocm": "hip"}  # a device's name in DLPack's words: whose it is
 
@@ -79,11 +76,7 @@ class Gpus:
         from .device_of import device_of
         from .executor import GpuExecutor
 
-        device = device_of(buffer)
-        try:
-            capturing = device.capturing(streams.handle(stream, buffer))
-        except DeviceError as error:
-            raise ArgumentError(f"stream: wanted one of {buffer.place}: {error}") from error
+        device, capturing = device_of(buffer), self.capturing(buffer, stream)
         path = self.executor = GpuExecutor(
             self._wiring,
             self._diagnosis,
@@ -149,24 +142,42 @@ class Gpus:
 
         return Copies(self.device_of(buffer), self._wiring.engine, self._wiring.size)
 
-    def on_host(self, buffer: Buffer | None, stream: object) -> Buffer | None:
+    def on_host(self, buffer: Buffer, stream: object) -> Buffer:
         """See `runtime.executor.Gpus`."""
-        if buffer is None or buffer.device == "cpu":
+        if buffer.device == "cpu":
             return buffer
         device, handle = self.device_of(buffer), streams.handle(stream, buffer)
-        if device.capturing(handle):
-            log.warning("calls that a graph captures are not inspected (HETCOLL_CHECK, HETCOLL_DIGEST)")
-            return None
-        data = np.empty(buffer.nbytes, np.uint8)
         with device.active():
             device.synchronize(handle)
+        return self.read(buffer)
+
+    def read(self, buffer: Buffer) -> Buffer:
+        """See `runtime.executor.Gpus`."""
+        if buffer.device == "cpu":
+            return buffer
+        device, data = self.device_of(buffer), np.empty(buffer.nbytes, np.uint8)
+        with device.active():
             device.copy(int(data.ctypes.data), buffer.ptr, buffer.nbytes)
         return replace(buffer, ptr=int(data.ctypes.data), owner=data, device="cpu", index=0, stream=None)
 
-    def converts(self, call: Call, stream: object, seconds: float) -> bool:
-        """Whether it is one on 8-bit floats, of which ranks may pass two kinds: see `float8`. As `on_gpu`."""
-        buffer = call.send or call.recv
-        if buffer is None or (call.dtype not in FNUZ_OF and call.dtype not in OCP_OF):
+    def snapshot(self, buffer: Buffer, stream: object) -> GpuSnapshot:
+        """See `runtime.executor.Gpus`."""
+        from .snapshot import GpuSnapshot
+
+        return GpuSnapshot(self.device_of(buffer), buffer, streams.handle(stream, buffer))
+
+    def capturing(self, buffer: Buffer, stream: object) -> bool:
+        """See `runtime.executor.Gpus`."""
+        if buffer.device == "cpu":
+            return False
+        try:
+            return self.device_of(buffer).capturing(streams.handle(stream, buffer))
+        except DeviceError as error:
+            raise ArgumentError(f"stream: wanted one of {buffer.place}: {error}") from error
+
+    def converts(self, buffer: Buffer | None, stream: object, seconds: float) -> bool:
+        """See `runtime.executor.Gpus` and `float8`. As `on_gpu`."""
+        if buffer is None or (buffer.dtype not in FNUZ_OF and buffer.dtype not in OCP_OF):
             return False
         self.check_place(buffer)
         if buffer.device != "cpu":

@@ -20,7 +20,7 @@ from ..types import COMPLEX, LOGICAL, DType, Format, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _LANES = 16  # numbers in which a whole buffer is folded, or all parts of one together
-_BYTES = 96  # that a lane or a part takes as JSON, at most: three floats, or a hash
+_BYTES = 96  # that a lane takes as JSON, at most: three floats; so a hash fits
 _FOLDS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum,
     ReduceOp.LAND: np.logical_and, ReduceOp.LOR: np.logical_or, ReduceOp.LXOR: np.logical_xor,
@@ -54,8 +54,8 @@ def foldable(call: Call) -> bool:
 
 
 def room(parts: int) -> int:
-    """Bytes that the checksums of so many parts take as JSON, at most."""
-    return _BYTES * max(_LANES, parts)
+    """Bytes that the checksum of one of so many parts takes as JSON, at most."""
+    return _BYTES * max(1, _LANES // parts)
 
 
 class Fold:

@@ -8,8 +8,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 import hetcoll._native as _native
 
 from .. import calls
-from ..calls import OP_LABELS, Call
+from ..calls import OP_LABELS, Call, Message
 from ..calls.buffers import Buffer
 from ..config.env import Config
 from ..errors import ArgumentError, DeviceError, InitError
@@ -35,6 +35,7 @@ from .compression import Compression
 from .executor import Executor, FastPath, OpenGpus
 
 if TYPE_CHECKING:
+    from .inspection import Inspection
     from .planner import Explanation
     from .ranges import Ranges
 
@@ -53,7 +54,7 @@ class Owner(Waiter, Protocol):
 
     def _stuck(self, status: _native.Status) -> None: ...
 
-    def _make(self, name: bytes, members: list[int], timeout: float) -> Pair: ...
+    def _make(self, name: bytes, members: list[int], timeout: float, *, check: bool) -> Pair: ...
 
 
 class Pair(Protocol):
@@ -93,15 +94,6 @@ class Rider(Protocol):
 
 
 R = TypeVar("R", bound=Rider)
-
-
-class Inspector(Protocol):
-    """Looks at the data of blocking collectives, which is on the host then: HETCOLL_CHECK, HETCOLL_DIGEST. `converts`:
-    ranks may have other kinds of 8-bit floats. `seconds` is what the call has."""
-
-    def before(self, call: Call, converts: bool, seconds: float) -> None: ...
-
-    def after(self, call: Call, converts: bool, seconds: float) -> None: ...
 
 
 class Core:
@@ -165,15 +157,11 @@ class Core:
             from . import ranges  # only profilers want them
 
             self.ranges = ranges.find()
-        self._inspectors: list[Inspector] = []
-        if config.digest:  # few jobs need it, or the check, and imports count
-            from .digest import Digest
+        self.inspection: Inspection | None = None
+        if config.digest or config.check:  # few jobs need them, and imports count
+            from .inspection import Inspection
 
-            self._inspectors.append(Digest(config.digest, session.rank, rank))
-        if config.check:
-            from .crosscheck import CrossCheck
-
-            self._inspectors.append(CrossCheck(rank, size, _weakly(self.meet), diagnosis))
+            self.inspection = Inspection(self)
         self.choose_fast_path()
         if rank == 0 and log.isEnabledFor(logging.INFO):
             name = group.decode() if group == WORLD else group.hex()[:6]
@@ -197,22 +185,9 @@ class Core:
         self.check_outside_group(call.describe)
         self.host.check_usable()
         seconds = self.seconds(timeout)
-        if not self._inspectors or async_op or call.label:
+        if self.inspection is None or call.label:
             return self.start(call, async_op, seconds, stream)
-        converts = self.gpus.converts(call, stream, seconds)
-        seen = self._seen(call, stream)
-        for inspector in self._inspectors:
-            inspector.before(seen, converts, seconds)
-        work = self.start(call, async_op, seconds, stream)
-        seen = self._seen(call, stream)
-        for inspector in self._inspectors:
-            inspector.after(seen, converts, seconds)
-        return work
-
-    def _seen(self, call: Call, stream: object) -> Call:
-        """`call` with copies on the host of buffers on a GPU, after what is on `stream`."""
-        send = self.gpus.on_host(call.send, stream)
-        return replace(call, send=send, recv=send if call.recv is call.send else self.gpus.on_host(call.recv, stream))
+        return self.inspection.collective(call, async_op, seconds, stream)
 
     def start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """The same, unchecked."""
@@ -225,6 +200,31 @@ class Core:
             return self.host.run(call, stream, async_op, seconds)
         with self.executor(buffer, stream, seconds) as executor:
             return executor.run(call, stream, async_op, seconds)
+
+    def exchange(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        async_op: bool,
+        seconds: float,
+        stream: object,
+    ) -> Work:
+        """A message to `dest`, one from `source`, or both at once; unchecked."""
+        buffer = send or recv
+        assert buffer is not None
+        what = partial(calls.describe_message, send, dest, recv, source)
+        with self.range(what), self.executor(buffer, stream, seconds) as executor:
+            return executor.exchange(send, dest, recv, source, stream, async_op, seconds)
+
+    def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
+        """Messages that are under way together: those on a GPU, and then those on the host; unchecked."""
+        on_gpu = [message for message in messages if message.buffer.device != "cpu"]
+        for some in (on_gpu, [message for message in messages if message.buffer.device == "cpu"]):
+            if some:
+                with self.executor(some[0].buffer, None, seconds) as executor:
+                    executor.exchange_all(some, seconds)
 
     @contextlib.contextmanager
     def executor(self, buffer: Buffer, stream: object, seconds: float) -> Iterator[Executor]:
@@ -244,7 +244,7 @@ class Core:
         groups: the slow path tells what is no message."""
         executor, owner = self.gpus.executor or self.host, self._owner()
         assert owner is not None, "it is in a call"
-        refuses = bool(self.batches or self.host.closed or self._inspectors)
+        refuses = bool(self.batches or self.host.closed or self.inspection)
         fast_path = executor.fast_path if self.ranges is None else self.ranges.tracing(executor.fast_path)
         owner._call = refuse if refuses else fast_path
         self.engine.set_starts(not refuses and self.ranges is None)
@@ -381,6 +381,8 @@ class Core:
             return
         self.activity.close()
         self.log_news()
+        if self.inspection is not None:
+            self.inspection.close()
         self.engine.set_starts(False)
         for rider in self._riders.values():
             rider.leave()

@@ -44,12 +44,12 @@ class Digest:
         self._given = _NONE
         self._path = _begin(directory, process)
 
-    def before(self, call: Call, converts: bool, seconds: float) -> None:
+    def before(self, call: Call, converts: bool) -> None:
         """Note what this rank gives."""
         source = given(call, self._rank)
         self._given = _NONE if source is None else hash_of(source, converts)
 
-    def after(self, call: Call, converts: bool, seconds: float) -> None:
+    def after(self, call: Call, converts: bool) -> None:
         """Note what it has got, and write the line."""
         result = call.recv or call.send
         made = _NONE if result is None or call.collective is Collective.BARRIER else hash_of(result, converts)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 import hetcoll._native as _native
 
 from ..calls import Call, Message
@@ -141,6 +143,19 @@ class Copies(Protocol):
     def close(self) -> None: ...
 
 
+Row = np.ndarray[Any, np.dtype[np.uint8]]
+"""What a rank says of a message that it sends, as bytes: see `inspection`."""
+ROW_BYTES = 1024
+
+
+class Snapshot(Work):
+    """A copy on the host of what a buffer on a GPU holds at one point of a stream (`gpu.snapshot.GpuSnapshot`)."""
+
+    def take(self) -> Buffer:
+        """The copy, once it is there; gives back what it needed."""
+        raise NotImplementedError
+
+
 class Gpus(Protocol):
     """One communicator's GPU side, set up by the first call that needs it, collectively (`gpu.open.Gpus`)."""
 
@@ -180,12 +195,20 @@ class Gpus(Protocol):
     def copies(self, buffer: Buffer) -> Copies:
         """For the windows of this communicator, where memory is a GPU's such as `buffer`. Local."""
 
-    def on_host(self, buffer: Buffer | None, stream: object) -> Buffer | None:
-        """The buffer itself, or a copy on the host of one on a GPU, after what is on `stream`; none of one whose stream
-        is being captured, which has no data yet."""
+    def on_host(self, buffer: Buffer, stream: object) -> Buffer:
+        """The buffer itself, or a copy on the host of one on a GPU, after what is on `stream`."""
 
-    def converts(self, call: Call, stream: object, seconds: float) -> bool:
-        """Whether it is one on 8-bit floats, of which ranks may pass two kinds."""
+    def read(self, buffer: Buffer) -> Buffer:
+        """The same, of what is there now."""
+
+    def snapshot(self, buffer: Buffer, stream: object) -> Snapshot:
+        """The same of a buffer on a GPU, which the host does not wait for."""
+
+    def capturing(self, buffer: Buffer, stream: object) -> bool:
+        """Whether a graph captures a call on it, on `stream`."""
+
+    def converts(self, buffer: Buffer | None, stream: object, seconds: float) -> bool:
+        """Whether it is of 8-bit floats, of which ranks may pass two kinds."""
 
     def counters(self) -> dict[str, int]: ...
 

@@ -30,6 +30,8 @@ from .compression import float32_zeros
 from .executor import FastPath, Gpus
 from .planner import Planner
 
+CHECKSUM = "checksum"  # what both sides call the bytes that go before a message under HETCOLL_CHECK
+
 T = TypeVar("T")
 
 
@@ -97,7 +99,8 @@ class HostPlans:
                 p2p=True,
             )
             larger = max(buffer.nbytes for buffer in (send, recv) if buffer)
-            self._planner.note(shape.id, describe_message(send, dest, recv, source), larger)
+            what = describe_message(send, dest, recv, source)
+            self._planner.note(shape.id, f"checksum: {what}" if word == CHECKSUM else what, larger)
             if word == "p2p":
                 self._engine.remember(*key, shape)
             return shape
@@ -242,19 +245,25 @@ class HostExecutor:
 
     def send_bytes(self, data: np.ndarray[Any, Any], dest: int, seconds: float) -> None:
         """Part of an object, to `recv_bytes` of as many: host memory whatever the ranks' arrays are on."""
-        self._move_bytes(read_buffer(data, "data", writable=False), dest, None, -1, seconds)
+        self._move_bytes(SEND, data, dest, seconds, "object")
 
     def recv_bytes(self, data: np.ndarray[Any, Any], source: int, seconds: float) -> None:
         """The other half of `send_bytes`."""
-        self._move_bytes(None, -1, read_buffer(data, "data", writable=True), source, seconds)
+        self._move_bytes(RECV, data, source, seconds, "object")
 
-    def _move_bytes(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, seconds: float) -> None:
-        with self._inside(describe_message(send, dest, recv, source)):
-            shape = self.prepare(
-                lambda check: self.plans.point(send, dest, recv, source, seconds, check, "object"), seconds
-            )
-            ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
-            self._run(shape, *ptrs, False, seconds, (send, recv))
+    def start_checksum(self, kind: int, row: np.ndarray[Any, Any], peer: int, seconds: float, what: str) -> Work:
+        """Begin what goes before `what`, a message of this `kind`, in one order with the host's messages."""
+        return self._move_bytes(kind, row, peer, seconds, CHECKSUM, what)
+
+    def _move_bytes(
+        self, kind: int, data: np.ndarray[Any, Any], peer: int, seconds: float, word: str, what: str = ""
+    ) -> Work:
+        message = Message(kind, read_buffer(data, "data", writable=kind == RECV), peer)
+        send, dest, recv, source = message.halves
+        with self._inside(what or str(message)):
+            find = partial(self.plans.point, send, dest, recv, source, seconds, word=word)
+            shape, ptr = self.prepare(find, seconds), message.buffer.ptr
+            return self._run(shape, *((ptr, 0) if send else (0, ptr)), word == CHECKSUM, seconds, message.buffer)
 
     def explain(self, collective: Collective, nbytes: int) -> str:
         """See `executor.Executor`."""

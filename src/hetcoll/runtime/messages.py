@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from ..calls import RECV, SEND, Message, check_rank, describe_message
+from ..calls import RECV, SEND, Message, check_rank
 from ..calls.buffers import Buffer, read_buffer
 from ..errors import ArgumentError, BufferTypeError
 from ..types import ANY_SOURCE
@@ -41,17 +40,13 @@ def end_group(core: Core, run: bool) -> None:
         raise ArgumentError("group(): wanted its end on the thread that began it")
     core.choose_fast_path()
     core.host.check_usable()
-    if not run or not batch or core.engine.run_messages(batch):
+    if not run or not batch or (core.inspection is None and core.engine.run_messages(batch)):
         return
     every = [Message(kind, read_buffer(buf, "buf", writable=kind == RECV), peer) for kind, buf, peer in batch]
     _check_own(core.rank, every)
-    on_gpu = [message for message in every if message.buffer.device != "cpu"]
     for message in every:
         core.gpus.check_place(message.buffer)
-    for some in (on_gpu, [message for message in every if message.buffer.device == "cpu"]):
-        if some:
-            with core.executor(some[0].buffer, None, core.config.timeout) as executor:
-                executor.exchange_all(some, core.config.timeout)
+    (core.exchange_all if core.inspection is None else core.inspection.exchange_all)(every, core.config.timeout)
 
 
 def one_way(
@@ -122,12 +117,8 @@ def _exchange(
     stream: object,
 ) -> Work:
     """The slow path of a message to `dest`, one from `source`, or both at once."""
-    buffer = send or recv
-    assert buffer is not None
-    seconds = core.seconds(timeout)
-    what = partial(describe_message, send, dest, recv, source)
-    with core.range(what), core.executor(buffer, stream, seconds) as executor:
-        return executor.exchange(send, dest, recv, source, stream, async_op, seconds)
+    run = core.exchange if core.inspection is None else core.inspection.exchange
+    return run(send, dest, recv, source, async_op, core.seconds(timeout), stream)
 
 
 def _check_own(rank: int, batch: list[Message]) -> None:

@@ -108,10 +108,12 @@ def name_of(parent: bytes, what: str) -> bytes:
     return hashlib.blake2b(parent + what.encode(), digest_size=16).digest()
 
 
-def configure(config: Config, members: Sequence[int], compress: Format | None) -> Config:
-    """The settings of a communicator of these ranks of another one, which has `config`."""
+def configure(config: Config, members: Sequence[int], compress: Format | None, check: bool) -> Config:
+    """The settings of a communicator of these ranks of another one, which has `config`; without `check`, one that
+    carries what the other one checks."""
     compress = config.compress if compress is None else compress
-    return replace(config, islands=restrict(config.islands, members), compress=compress)
+    check = check and config.check
+    return replace(config, islands=restrict(config.islands, members), compress=compress, check=check)
 
 
 def shrink(core: Core, timeout: float | None, make: Make[C]) -> C:

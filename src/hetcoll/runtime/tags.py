@@ -22,7 +22,7 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import RECV, SEND, check_int, check_rank
+from ..calls import RECV, SEND, Message, check_int, check_rank
 from ..calls.buffers import Buffer, read_buffer
 from ..errors import ArgumentError, ClosedError, HetcollError, PeerLostError
 from ..health.desync_report import Called
@@ -31,6 +31,7 @@ from ..health.status_report import call_site
 from ..types import ANY_SOURCE, DType
 from ..work import Work
 from .core import Core, Owner, Pair
+from .executor import ROW_BYTES, Row
 from .regroup import name_of, while_whole
 from .worker import Worker
 
@@ -41,10 +42,11 @@ _SLICE = 0.02  # seconds between looks at whether the group has failed
 _REASON = 2.0  # seconds until the news of what became of a rank is there
 _EVER = 7 * 86400.0  # seconds until the other rank uses tags, too
 _CLOSED = "this communicator was closed"
-_HEADER = struct.Struct("<qq16s")  # tag, count, type
+_HEADER = struct.Struct("<qq16s")  # tag, count, type; under HETCOLL_CHECK a checksum follows
+_NO_CHECKSUM: Row = np.empty(0, np.uint8)
 
 
-Kept = tuple[str, int, "np.ndarray[Any, np.dtype[np.uint8]]"]  # a message: its type, its count, and its bytes
+Kept = tuple[str, int, "np.ndarray[Any, np.dtype[np.uint8]]", Row]  # a message: type, count, bytes, and its checksum
 
 
 class Parcel(Work):
@@ -57,9 +59,12 @@ class Parcel(Work):
         "_inner",
         "_limit",
         "_source",
+        "buffer",
+        "checksum",
         "count",
         "dtype",
         "memory",
+        "odd",
         "tag",
         "wanted",
     )
@@ -76,6 +81,7 @@ class Parcel(Work):
         self._begun = threading.Event()
         self._inner: tuple[Pair, Work] | None = None
         self._failed: Exception | None = None
+        self.buffer, self.checksum, self.odd = buffer, _NO_CHECKSUM, ""
 
     def begin(self, pair: Pair, inner: Work) -> None:
         """The bytes are on their way."""
@@ -118,7 +124,9 @@ class Parcel(Work):
         inner = None if self._inner is None else self._inner[1]
         if not self._begun.is_set() or (inner is not None and not inner.done):
             return self._box.failure()
-        return None if inner is None or inner.error is None else self._box.explain(inner.error, self)
+        if inner is not None and inner.error is not None:
+            return self._box.explain(inner.error, self)
+        return ArgumentError(self.odd) if self.odd else None
 
     @property
     def source(self) -> int:
@@ -152,6 +160,7 @@ class Mailbox:
         self._latest = core.rank  # whose message a receive from any rank was given last
         self._finder = Worker("hetcoll-tags-from-any")
         self._closed = False
+        self._inspection = core.inspection if core.config.check else None
         core.diagnosis.answers[_QUESTION] = self._sent_to
 
     def __str__(self) -> str:
@@ -170,6 +179,8 @@ class Mailbox:
     def send(self, buffer: Buffer, dest: int, tag: int, limit: float) -> Parcel:
         """Start to send; complete when the memory may be used again."""
         parcel = Parcel(self, buffer, tag, dest, "send", limit)
+        if self._inspection is not None:
+            parcel.checksum, parcel.odd = self._inspection.words(Message(SEND, buffer, dest), None, limit)
         with self._mutex:
             line = self._line(dest)
             line.sent += 1
@@ -203,7 +214,7 @@ class Mailbox:
 
     def _write(self, line: Line, parcel: Parcel) -> None:
         pair, other = self._pair(line)
-        header = _HEADER.pack(parcel.tag, parcel.count, parcel.dtype.encode())
+        header = _HEADER.pack(parcel.tag, parcel.count, parcel.dtype.encode()) + parcel.checksum.tobytes()
         inner = pair.send(np.frombuffer(header, np.uint8), other, async_op=True)
         if parcel.count:
             inner = pair.send(parcel.memory, other, async_op=True)
@@ -216,14 +227,15 @@ class Mailbox:
     def _read(self, line: Line) -> None:
         """The next message of a rank; waits for it."""
         pair, other = self._pair(line)
-        header = np.empty(_HEADER.size, np.uint8)
+        header = np.empty(_HEADER.size + (0 if self._inspection is None else ROW_BYTES), np.uint8)
         self._complete(pair, pair.recv(header, other, async_op=True))
-        tag, count, name = _HEADER.unpack(header.tobytes())
+        tag, count, name = _HEADER.unpack(header[: _HEADER.size].tobytes())
+        checksum = header[_HEADER.size :]
         dtype = name.rstrip(b"\0").decode()
         with self._mutex:
             parcel = self._take(line.peer, tag)
         if parcel is not None and not parcel.fits(dtype, count):
-            self._give(parcel, line.peer, dtype, count, None)
+            self._give(parcel, line.peer, dtype, count, None, checksum)
         memory = np.empty(0 if parcel is not None else count * DType[dtype.upper()].itemsize, np.uint8)
         if count:
             into = memory if parcel is None else parcel.memory
@@ -231,11 +243,11 @@ class Mailbox:
         with self._mutex:
             line.read += 1
             if parcel is not None:
-                self._end(parcel, line.peer)
+                self._end(parcel, line.peer, checksum)
             elif (late := self._take(line.peer, tag)) is not None:  # it was posted meanwhile
-                self._give(late, line.peer, dtype, count, memory)
+                self._give(late, line.peer, dtype, count, memory, checksum)
             else:
-                line.kept.setdefault(tag, deque()).append((dtype, count, memory))
+                line.kept.setdefault(tag, deque()).append((dtype, count, memory, checksum))
 
     def _take(self, peer: int, tag: int) -> Parcel | None:
         """The first receive that waits for such a message, which from now on waits for this one."""
@@ -245,20 +257,28 @@ class Mailbox:
                 return parcel
         return None
 
-    def _give(self, parcel: Parcel, source: int, dtype: str, count: int, memory: np.ndarray[Any, Any] | None) -> None:
+    def _give(
+        self, parcel: Parcel, source: int, dtype: str, count: int, memory: np.ndarray[Any, Any] | None, checksum: Row
+    ) -> None:
         """A message to the receive that it is for; a mismatch fails the group."""
         if memory is None or not parcel.fits(dtype, count):
             other = f"rank {source} called send({dtype}, count={count}, tag={parcel.tag}) to {self}"
             parcel.end(self.fail_all(Kind.MISMATCH, source, f"{self} called {parcel._what}; {other}"))
             raise self._gone()
         _native.copy_bytes(parcel.memory.ptr, memory.ctypes.data, memory.nbytes)
-        self._end(parcel, source)
+        self._end(parcel, source, checksum)
 
-    def _end(self, parcel: Parcel, source: int) -> None:
+    def _end(self, parcel: Parcel, source: int, checksum: Row) -> None:
         """The receive is complete. Under the mutex."""
         if parcel.wanted is None:
             self._latest = source
-        parcel.end(source=source)
+        error = None
+        if self._inspection is not None:
+            try:
+                self._inspection.incoming(Message(RECV, parcel.buffer, source), checksum).look()
+            except HetcollError as wrong:
+                error = wrong
+        parcel.end(error, source)
 
     def _find(self, parcel: Parcel) -> None:
         """Read what ranks say that they have sent until one message was for this receive from any."""
@@ -306,7 +326,7 @@ class Mailbox:
                 name, ranks = self._name(line.peer)
                 with while_whole(self._core, name) as line.give_up:
                     self._check()  # only now, since `leave` ends what it sees
-                    line.pair = pair = owner._make(name, ranks, _EVER)
+                    line.pair = pair = owner._make(name, ranks, _EVER, check=False)
                 if self._closed:  # `leave` has been here, and saw none
                     pair.close()
                 self._check()  # nobody else could halt this one

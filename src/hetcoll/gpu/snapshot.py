@@ -1,0 +1,80 @@
+"""What memory of a GPU holds at one point of a stream, for the host to look at later."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..calls.buffers import Buffer
+from ..errors import CollectiveTimeoutError, DeviceError
+from ..runtime.executor import Snapshot
+
+if TYPE_CHECKING:
+    from ..vendors.devices.base import Device
+
+_PAUSES = (20e-6, 1e-3)  # seconds between looks at whether the copy is there
+
+
+class GpuSnapshot(Snapshot):
+    """A copy of `buffer` in pinned memory, begun behind what is on `stream` now."""
+
+    __slots__ = ("_at", "_buffer", "_device", "_error", "_event", "_over")
+
+    def __init__(self, device: Device, buffer: Buffer, stream: int) -> None:
+        super().__init__(what="a copy of what a GPU has received")
+        self._device, self._buffer, self._over = device, buffer, False
+        self._error: DeviceError | None = None
+        self._at = self._event = 0
+        with device.active():
+            self._at = device.allocate_host(max(1, buffer.nbytes))
+            self._event = device.event()
+            device.copy(self._at, buffer.ptr, buffer.nbytes, stream)
+            device.record(self._event, stream)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the copy is there: streams that wait for others are let go when the communicator fails."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = _PAUSES[0]
+        while not self.done:
+            if deadline is not None and time.monotonic() > deadline:
+                raise CollectiveTimeoutError(f"{self._what} is not there after {timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def done(self) -> bool:
+        if not self._over:
+            try:
+                self._over = self._device.query(self._event)
+            except DeviceError as error:
+                self._over, self._error = True, error
+        return self._over
+
+    @property
+    def error(self) -> Exception | None:
+        return self._error
+
+    def take(self) -> Buffer:
+        """The copy, in memory of its own; once it is there."""
+        data = np.empty(self._buffer.nbytes, np.uint8)
+        ctypes.memmove(data.ctypes.data, self._at, data.nbytes)
+        self._free()
+        return replace(self._buffer, ptr=int(data.ctypes.data), owner=data, device="cpu", index=0, stream=None)
+
+    def _free(self) -> None:
+        with contextlib.suppress(DeviceError), self._device.active():
+            if self._at:
+                self._device.free_host(self._at)
+            if self._event:
+                self._device.destroy_event(self._event)
+        self._at = self._event = 0
+
+    def __del__(self) -> None:
+        self._free()

@@ -1,0 +1,372 @@
+"""HETCOLL_CHECK and HETCOLL_DIGEST: calls whose data is looked at, before them and when they are over.
+
+Collectives are `crosscheck`'s. Before each message goes what its sender has to say of it, in the same order: a hash of
+the bytes, and what in them is not finite. Its receiver compares when the message is there. The message comes also where
+it is not finite, since its receiver may be at work on it already; then it is an error on both sides.
+
+What is on a GPU is looked at on the host, which before a call waits for the call's stream. It does not wait for what
+comes from GPUs: the stream copies that to pinned memory, and the host looks at it in `Work.wait`, or at the
+communicator's next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ..calls import RECV, SEND, Call, Message, describe_message
+from ..calls.buffers import Buffer
+from ..errors import ArgumentError, HetcollError
+from ..health.diagnosis import Kind
+from ..health.status_report import call_site
+from ..work import DONE, Work
+from .checked import Checked
+from .crosscheck import CrossCheck, Told, find_odd, hash_of, row_of, said
+from .digest import Digest
+from .executor import ROW_BYTES, Row
+
+if TYPE_CHECKING:
+    import hetcoll._native as _native
+
+    from ..config.env import Config
+    from ..health.diagnosis import Diagnosis
+    from ..rendezvous.session import Session
+    from .executor import Gpus, Snapshot
+    from .host import HostExecutor
+
+log = logging.getLogger("hetcoll")
+
+_MOST_SITE = 200  # characters of the file and line of a send
+_ENDING = 5.0  # seconds for copies that are under way when the communicator is closed
+
+
+class Core(Protocol):
+    """What is looked at: see `core.Core`."""
+
+    session: Session
+    rank: int
+    size: int
+    config: Config
+    diagnosis: Diagnosis
+    engine: _native.Engine
+    host: HostExecutor
+    gpus: Gpus
+
+    def start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work: ...
+
+    def exchange(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        async_op: bool,
+        seconds: float,
+        stream: object,
+    ) -> Work: ...
+
+    def exchange_all(self, messages: Sequence[Message], seconds: float) -> None: ...
+
+
+class Inspection:
+    """Of one communicator's calls."""
+
+    def __init__(self, core: Core) -> None:
+        config = core.config
+        self._core = core
+        self._digest = Digest(config.digest, core.session.rank, core.rank) if config.digest else None
+        self._check = CrossCheck(core.rank, core.size, self._start, core.diagnosis) if config.check else None
+        self._open: list[Checked] = []
+        self._copies: list[Checked] = []  # of calls on GPUs that blocked: nobody need wait for them
+        self._lock = threading.Lock()
+        self._beginning = threading.Lock()  # held from what is told before a collective until its beginning
+        self._orders: dict[tuple[int, int], threading.Lock] = {}  # the same for messages, by kind and peer
+        self._warned = False
+
+    def _start(self, call: Call, async_op: bool, seconds: float) -> Work:
+        return self._core.start(call, async_op, seconds, None)
+
+    def collective(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
+        """As `Core.start`, with looks before and after."""
+        core, check, digest, buffer = self._core, self._check, self._digest, call.send or call.recv
+        if (check is None and async_op) or self._passes(buffer, stream, call.describe):
+            return core.start(call, async_op, seconds, stream)
+        converts = core.gpus.converts(buffer, stream, seconds)
+        seen, told = self._on_host(call, stream), None
+        if digest is not None and not async_op:
+            digest.before(seen, converts)
+        with contextlib.nullcontext() if check is None else self._beginning:
+            if check is not None:
+                told = check.tell(seen, converts, async_op, seconds)
+                if not async_op:
+                    check.check_input(seen, told)
+            work = core.start(call, async_op, seconds, stream)
+        if check is not None and told is not None and async_op:
+            return self._look_later(call, seen, converts, check, told, work)
+        seen = self._on_host(call, stream)
+        if check is not None and told is not None:
+            check.check_result(seen, converts, told)
+        if digest is not None:
+            digest.after(seen, converts)
+        return work
+
+    def _on_host(self, call: Call, stream: object) -> Call:
+        """`call` with copies on the host of buffers on a GPU, after what is on `stream`."""
+        gpus = self._core.gpus
+        send = None if call.send is None else gpus.on_host(call.send, stream)
+        recv = None if call.recv is None else send if call.recv is call.send else gpus.on_host(call.recv, stream)
+        return replace(call, send=send, recv=recv)
+
+    def _look_later(self, call: Call, seen: Call, converts: bool, check: CrossCheck, told: Told, work: Work) -> Work:
+        """At an asynchronous call that has begun as `work`."""
+        buffer = call.recv or call.send
+        result = None if buffer is None else Result(self._core.gpus, buffer)
+
+        def look() -> None:
+            check.check_input(seen, told)
+            if result is not None:
+                made = result.read()
+                last = replace(seen, send=made) if call.recv is None else replace(seen, recv=made)
+                check.check_result(last, converts, told)
+
+        return self._watch(Checked(work, [told.work], look, result.copy if result is not None else None))
+
+    def exchange(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        async_op: bool,
+        seconds: float,
+        stream: object,
+    ) -> Work:
+        """As `Core.exchange`."""
+        core, first = self._core, send or recv
+        if self._check is None or self._passes(first, stream, partial(describe_message, send, dest, recv, source)):
+            return core.exchange(send, dest, recv, source, async_op, seconds, stream)
+        assert first is not None
+        on_host = first.device == "cpu"
+        out = None if send is None else Message(SEND, send, dest)
+        words = None if out is None else self.words(out, stream, seconds)
+        odd, incoming = "" if words is None else words[1], None
+        start = partial(core.exchange, send, dest, recv, source, async_op or on_host, seconds, stream)
+        with self._in_order([(SEND, dest)] * (send is not None) + [(RECV, source)] * (recv is not None)):
+            work = None if on_host else start()  # GPUs may refuse it
+            own: deque[Row] = deque()
+            if out is not None and words is not None:
+                self._announce(out, words[0], seconds, own)
+            if recv is not None:
+                incoming = self._expect(Message(RECV, recv, source), stream, seconds, own)
+            work = work or start()
+        if async_op:
+            if incoming is None and not odd:
+                return work
+            if incoming is None:
+                return self._watch(Checked(work, [], partial(_look, [], [odd])))
+            look = partial(_look, [incoming.look], [odd])
+            return self._watch(Checked(work, [incoming.work], look, incoming.result.copy))
+        looks = []
+        if on_host:
+            work.wait(seconds)
+            if incoming is not None:
+                incoming.work.wait(seconds)
+                looks = [incoming.look]
+            work = DONE
+        elif incoming is not None:
+            work = self._follow(Checked(work, [incoming.work, incoming.result.begin(stream)], incoming.look))
+        _look(looks, [odd])
+        return work
+
+    @contextlib.contextmanager
+    def _in_order(self, ends: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Messages of these kinds and peers begin in the block: what goes before one, and it. A signal handler that
+        raises there ends the communicator."""
+        with contextlib.ExitStack() as stack:
+            for end in sorted(set(ends)):
+                stack.enter_context(self._orders.setdefault(end, threading.Lock()))
+            try:
+                yield
+            except HetcollError:
+                raise
+            except BaseException:
+                self._core.host.give_up()
+                raise
+
+    def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
+        """As `Core.exchange_all`. What concerns one rank is in the order of the calls."""
+        core, rank, on_gpu = self._core, self._core.rank, [m for m in messages if m.buffer.device != "cpu"]
+        first = on_gpu[0].buffer if on_gpu else None
+        if self._check is None or self._passes(first, None, lambda: f"group of {', '.join(map(str, messages))}"):
+            core.exchange_all(messages, seconds)
+            return
+        words = [self.words(m, None, seconds) if m.kind == SEND else None for m in messages]
+        own: deque[Row] = deque()
+        works, incoming = list[Work](), list[Incoming]()
+        ends = [(m.kind, m.peer) for m in messages]  # of which GPUs begin all at once, and the host one after another
+        with self._in_order(ends if on_gpu else []):
+            core.exchange_all([m for m in messages if m.buffer.device != "cpu" or m.peer == rank], seconds)
+            for message, word, end in zip(messages, words, ends, strict=True):
+                with self._in_order([] if on_gpu else [end]):
+                    if word is not None:
+                        self._announce(message, word[0], seconds, own)
+                    else:
+                        incoming.append(self._expect(message, None, seconds, own))
+                    if message.buffer.device == "cpu" and message.peer != rank:
+                        works.append(core.host.exchange(*message.halves, None, True, seconds, background=False))
+        for each in incoming:
+            if each.message.buffer.device != "cpu":
+                self._follow(Checked(each.result.begin(None), [each.work], each.look))
+        for work in works:
+            work.wait()
+        here = [each for each in incoming if each.message.buffer.device == "cpu"]
+        for each in here:
+            each.work.wait(seconds)
+        _look([each.look for each in here], [word[1] for word in words if word is not None])
+
+    def words(self, message: Message, stream: object, seconds: float) -> tuple[Row, str]:
+        """What is to go before a message that this rank sends; and the error where it is not finite."""
+        core, buffer = self._core, message.buffer
+        converts = core.gpus.converts(buffer, stream, seconds)
+        seen, site = core.gpus.on_host(buffer, stream), call_site()
+        odd = find_odd(seen)
+        row = row_of([hash_of(seen, converts), odd, site.encode("ascii", "replace").decode()[-_MOST_SITE:]], ROW_BYTES)
+        return row, _odd(core.rank, message.peer, odd, site) if odd else ""
+
+    def _announce(self, message: Message, row: Row, seconds: float, own: deque[Row]) -> None:
+        """Say this before `message`; `own` has what this rank says to itself."""
+        if message.peer == self._core.rank:
+            own.append(row)
+        else:
+            self._core.host.start_checksum(SEND, row, message.peer, seconds, str(message))
+
+    def _expect(self, message: Message, stream: object, seconds: float, own: deque[Row]) -> Incoming:
+        """What is to become of a message that this rank receives."""
+        core, buffer = self._core, message.buffer
+        converts, work = core.gpus.converts(buffer, stream, seconds), DONE
+        if message.peer == core.rank:
+            row = own.popleft()
+        else:
+            row = np.empty(ROW_BYTES, np.uint8)
+            work = core.host.start_checksum(RECV, row, message.peer, seconds, str(message))
+        return Incoming(core, message, converts, row, work)
+
+    def incoming(self, message: Message, row: Row) -> Incoming:
+        """A message that is there, of which its sender says this."""
+        return Incoming(self._core, message, False, row, DONE)
+
+    def _passes(self, buffer: Buffer | None, stream: object, what: Callable[[], str]) -> bool:
+        """Whether a graph captures a call, which is not looked at: its data comes with replays. Before anything is told
+        it refuses memory of another device, and looks at earlier calls that are over."""
+        self._look_at_open()
+        if buffer is None:
+            return False
+        self._core.gpus.check_place(buffer)
+        if not self._core.gpus.capturing(buffer, stream):
+            return False
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s is captured by a graph: its replays are unchecked, and those of what is captured later"
+                " (HETCOLL_CHECK, HETCOLL_DIGEST)",
+                what(),
+            )
+        return True
+
+    # Works that are not over.
+
+    def _watch(self, work: Checked) -> Checked:
+        with self._lock:
+            self._open.append(work)
+        return work
+
+    def _follow(self, work: Checked) -> Checked:
+        with self._lock:
+            self._copies.append(work)
+        return work
+
+    def _look_at_open(self) -> None:
+        """At operations that are over, also where nobody waits for them."""
+        over = {id(work) for work in [*self._open, *self._copies] if work.done}
+        with self._lock:
+            self._open, self._copies = (
+                [work for work in works if id(work) not in over] for works in (self._open, self._copies)
+            )
+
+    def close(self) -> None:
+        """The last looks, before the communicator ends."""
+        deadline, engine = time.monotonic() + _ENDING, self._core.engine
+        if not engine.failed:
+            self._look_at_open()
+        while self._copies and not engine.failed and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self._look_at_open()
+        if (left := len(self._open) + len(self._copies)) and not engine.failed:
+            log.warning("HETCOLL_CHECK: %d operations were not over at close(), and are unchecked", left)
+        self._open, self._copies = [], []
+
+
+class Result:
+    """What an operation leaves in a buffer, for the host to look at."""
+
+    def __init__(self, gpus: Gpus, buffer: Buffer) -> None:
+        self._gpus, self._buffer = gpus, buffer
+        self._copied: Snapshot | None = None
+
+    @property
+    def copy(self) -> Callable[[object], Work] | None:
+        """`begin`, of a GPU's memory; None of the host's."""
+        return None if self._buffer.device == "cpu" else self.begin
+
+    def begin(self, stream: object) -> Work:
+        """Begin to copy it from its GPU behind what is on `stream` now."""
+        self._copied = self._gpus.snapshot(self._buffer, stream)
+        return self._copied
+
+    def read(self) -> Buffer:
+        """On the host, once all is over."""
+        return self._gpus.read(self._buffer) if self._copied is None else self._copied.take()
+
+
+class Incoming:
+    """A message that this rank receives. What its sender says of it is in `row` when `work` is over."""
+
+    def __init__(self, core: Core, message: Message, converts: bool, row: Row, work: Work) -> None:
+        self._core, self._converts, self._row = core, converts, row
+        self.message, self.work, self.result = message, work, Result(core.gpus, message.buffer)
+
+    def look(self) -> None:
+        """When it is there. CommunicationError where it is not what was sent, ArgumentError where it is not finite."""
+        digest, odd, site = said(self._row) or ("", "", "a place that came changed")
+        rank, diagnosis = self._core.rank, self._core.diagnosis
+        if hash_of(self.result.read(), self._converts) != digest:
+            text = f"rank {rank} received something else than rank {self.message.peer} sent"
+            diagnosis.post(Kind.CORRUPT, self.message.peer, f"HETCOLL_CHECK: {text} at {site}: {self.message}")
+            raise diagnosis.error()
+        if odd:
+            raise ArgumentError(_odd(self.message.peer, rank, odd, site))
+
+
+def _look(looks: Sequence[Callable[[], None]], odd: Sequence[str]) -> None:
+    """At all messages that came; what this rank sends has these errors. What fails the communicator is raised first."""
+    problems = [ArgumentError(text) for text in odd if text]
+    for look in looks:
+        try:
+            look()
+        except ArgumentError as error:
+            problems.append(error)
+    if problems:
+        raise ArgumentError("; ".join(map(str, problems)))
+
+
+def _odd(source: int, dest: int, odd: str, site: str) -> str:
+    return f"HETCOLL_CHECK: what rank {source} sends to rank {dest} is not finite: {odd}, sent at {site}"
