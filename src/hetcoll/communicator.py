@@ -554,8 +554,11 @@ class Communicator:
     ) -> Self:
         """The communicator called `name` of these ranks, this one among them."""
         config = regroup.configure(self._config, members, form, check)
+        # Ctrl-C must not drop it unseen, as what `type(self)(...)` gives: others would take that for a goodbye.
+        made = type(self).__new__(type(self))
         with regroup.in_ranks_of_parent(members), coming_together():
-            return type(self)(self._session, name, members.index(self._rank), len(members), config, timeout)
+            made.__init__(self._session, name, members.index(self._rank), len(members), config, timeout)  # type: ignore[misc]
+        return made
 
     # Memory.
 

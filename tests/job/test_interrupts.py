@@ -5,11 +5,12 @@ After each of these tests `launch` sees to it that no thread, descriptor, mappin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ranks import Ranks, wait_until
 from thorough import parametrize
 
 import hetcoll
-from hetcoll import lifetime
+from hetcoll import communicator, lifetime
 from hetcoll.runtime import core, one_sided
 
 Launch = Callable[..., Ranks]
@@ -93,8 +94,8 @@ def test_ctrl_c_while_a_call_asks_the_others(launch: Launch, transport: str) -> 
 
 
 def interrupt_when_others_have_it(comm: hetcoll.Communicator, what: str, ready: Path) -> str:
-    """Rank 2 is interrupted at the end of a call that makes a communicator, or when it is made; the others are about to
-    use theirs."""
+    """Rank 2 is interrupted at the end of a call that makes a communicator, when it is made, or when that is on its way
+    to the program, which keeps it alive with the exception; the others are about to use theirs."""
     watch = lifetime.watch
 
     def interrupted(*args: Any) -> Any:
@@ -106,6 +107,11 @@ def interrupt_when_others_have_it(comm: hetcoll.Communicator, what: str, ready: 
             interrupted()
         watch(resource, *args, **how)
 
+    @contextlib.contextmanager
+    def passing() -> Iterator[None]:
+        yield
+        interrupted()
+
     begin = one_sided.OneSided.__init__
 
     def begin_ready(*args: Any) -> None:
@@ -116,6 +122,8 @@ def interrupt_when_others_have_it(comm: hetcoll.Communicator, what: str, ready: 
         one_sided.OneSided.__init__ = begin_ready  # type: ignore[method-assign]
     elif what == "made":
         lifetime.watch = watch_interrupted
+    elif what == "passed":
+        communicator.coming_together = passing
     else:
         core.Activity = interrupted  # type: ignore[assignment,misc]
 
@@ -130,16 +138,38 @@ def interrupt_when_others_have_it(comm: hetcoll.Communicator, what: str, ready: 
 
     try:
         return f"{say(use)}; {say(comm.barrier)}"
-    except KeyboardInterrupt:
-        return f"interrupted, {comm._engine.failed}"
+    except KeyboardInterrupt as error:
+        kept = error  # and that keeps this frame: only the garbage collector finds them
+        return f"interrupted, {kept is error and comm._engine.failed}"
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("what", ["split", "made", "window"])
+@pytest.mark.parametrize("what", ["split", "made", "passed", "window"])
 def test_ctrl_c_at_the_end_of_what_others_have_made(launch: Launch, what: str, transport: str, tmp_path: Path) -> None:
     *others, two = launch(3, HETCOLL_TRANSPORT=transport).run(interrupt_when_others_have_it, what, tmp_path)
     assert two == "interrupted, True"
     assert others == ["AbortedError: rank 2 was interrupted; AbortedError: rank 2 was interrupted"] * 2
+
+
+def interrupt_when_it_has_joined(comm: hetcoll.Communicator) -> str:
+    """Rank 1, when it is in the group of the part, and has no part yet."""
+    join = comm._session.join
+
+    def interrupted(*args: Any) -> None:
+        join(*args)
+        raise KeyboardInterrupt
+
+    if comm.rank == 1:
+        comm._session.join = interrupted  # type: ignore[method-assign]
+    try:
+        return say(lambda: comm.split(0))
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+def test_ctrl_c_in_a_group_without_a_part_leaves_nothing(launch: Launch) -> None:
+    """As `launch` sees: who is in a group keeps its connection to the store."""
+    assert launch(2).run(interrupt_when_it_has_joined) == ["AbortedError: rank 1 was interrupted", "interrupted"]
 
 
 def interrupt_while_closing(comm: hetcoll.Communicator, counts: list[int]) -> int:

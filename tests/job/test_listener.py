@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import netns
 import pytest
+from interrupting import interrupt_at
 
 from hetcoll.config.env import Config, InterfaceFilter
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
@@ -103,6 +105,26 @@ def test_of_two_connections_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(listener._arrived for listener in listeners)
     for listener in listeners:
         listener.close()
+
+
+def test_ctrl_c_as_a_descriptor_is_watched_leaves_none() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    interrupted = 0
+    with ExitStack() as stack:
+        one, other = map(stack.enter_context, socket.socketpair())
+        for count in range(1, 5):
+            listener = Listener(Config(), SECRET, loopback=True)
+            try:
+                interrupt_at(count)
+                listener.watch(one.fileno(), lambda: None)
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.setprofile(None)
+            listener.close()
+        other.close()
+    assert interrupted >= 3
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_addresses_survive_the_exchange() -> None:

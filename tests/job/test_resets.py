@@ -424,6 +424,27 @@ def test_a_goodbye_over_a_connection_that_is_reset_is_one(unique_id: UniqueId, m
         clients[0].close()
 
 
+def test_a_newcomer_whose_store_ends_as_it_enters_looks_for_the_next(
+    unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process had accepted the connection, and read nothing. Who is of the job has other ways to find the next."""
+    knock, knocks = uplink._knock, list[socket.socket]()
+
+    def ended_first(sock: socket.socket, *rest: Any) -> Any:
+        knocks.append(sock)
+        if len(knocks) > 1:
+            return knock(sock, *rest)
+        sock.close()
+        raise ConnectionResetError("it closed the connection")
+
+    monkeypatch.setattr(uplink, "_knock", ended_first)
+    ControlClient(unique_id, 0, 1, 20, group=None).close()
+    assert len(knocks) == 2
+    knocks.clear()
+    with pytest.raises(InitError, match="it closed the connection"):
+        ControlClient(unique_id, 0, 1, 20)
+
+
 def test_a_stranger_does_not_take_a_stream_over(unique_id: UniqueId) -> None:
     """Who knows its token has to prove the secret, and to come later than whom it belongs to."""
     client = ControlClient(unique_id, 0, 1, 20)

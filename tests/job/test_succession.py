@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,47 @@ def test_who_looks_for_the_lost_store_first_does_not_come_too_late(launch: Launc
     ranks = launch(4)
     ranks.start(meet_a_stranger)
     assert set(found(ranks, 0).values()) == {3}
+
+
+def find_strangers(comm: hetcoll.Communicator, live: bool) -> int:
+    """Rank 1 finds somebody at each of the lost store's addresses, who does not greet. `live`: that may be the store,
+    as far as its host says. How many ranks go on."""
+    look, lost = succession._look, comm._session.control.unique_id.addresses
+    strangers = contextlib.ExitStack()
+
+    def find(unique_id: UniqueId, *rest: Any) -> Any:
+        if unique_id.addresses == lost:
+            for address in lost:
+                strangers.enter_context(wait_until(partial(listening, address)))
+        return look(unique_id, *rest)
+
+    if comm.rank == 1:
+        succession._look = find
+        succession._UNSURE_GRACE = 1.0
+        if live:
+            succession.listens_locally = lambda _: True
+    lose(comm, 0)
+    with strangers:
+        try:
+            rest = comm.shrink()
+        except hetcoll.PeerLostError:
+            return 0
+        works(rest)
+        return rest.size
+
+
+def listening(address: tuple[str, int]) -> socket.socket | None:
+    with contextlib.suppress(hetcoll.InitError):  # its last owner has yet to end
+        return sockets.bind_all(address[:1], address[1])[0]
+    return None
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_strangers_where_the_store_listened_say_nothing_of_it_and_its_host_does(launch: Launch, live: bool) -> None:
+    """The only successor of two ranks goes on alone where the store is dead, and only there."""
+    ranks = launch(2)
+    ranks.start(find_strangers, live)
+    assert found(ranks, 0) == {1: 0 if live else 1}
 
 
 def is_first(comm: hetcoll.Communicator) -> bool:

@@ -82,9 +82,11 @@ class Network:
             _within(name, "tc", lines=[f"qdisc replace dev eth{net} {shape}" for net in range(2)])
 
     def set_rate(self, host: int, net: int, rate: str, burst: str = "256kb", latency: str = "50ms") -> None:
-        """How fast a host may send over one of its interfaces, beyond a burst; what would wait longer is lost."""
-        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", latency)
-        _within(self.hosts[host], "tc", "qdisc", "replace", "dev", f"eth{net}", *shape)
+        """How fast a host may send over one of its interfaces, beyond a burst; what would wait longer is lost. So is
+        what waits now: a packet of many segments that the new burst has no room for would stop the queue for ever."""
+        shape = f"root tbf rate {rate} burst {burst} latency {latency}"
+        lines = [f"qdisc del dev eth{net} root", f"qdisc add dev eth{net} {shape}"]
+        _within(self.hosts[host], "tc", lines=lines)
 
     def set_rate_into(self, host: int, net: int, rate: str, burst: str = "256kb") -> None:
         """How fast it may receive there: what more comes at once waits in the switch, and is lost beyond 50 ms."""

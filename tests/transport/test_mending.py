@@ -31,7 +31,7 @@ import hetcoll
 from hetcoll.config.env import Config
 from hetcoll.errors import InitError, PeerLostError
 from hetcoll.links import mending
-from hetcoll.links.edges import Came, EdgeKey, Request
+from hetcoll.links.edges import Address, Came, EdgeKey, Request
 from hetcoll.links.listener import Listener
 from hetcoll.links.mending import Mending
 from hetcoll.plan.algorithms import ALGORITHMS
@@ -351,6 +351,18 @@ def test_a_connection_that_breaks_in_the_handshake_is_made_once_more(ends: list[
     wait_until(lambda: all(end.sockets.resumed and not end.sockets.lost for end in ends), 15)
     assert held.is_set()
     assert ends[0].sockets.tries >= 2
+
+
+def test_an_address_that_answers_nothing_is_followed_by_the_next(
+    ends: list[End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two networks is dead, and no host notices: a try has no time for both."""
+    monkeypatch.setattr(mending, "_TELLING_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ends[0].places[1] = (Address(*silent.getsockname(), "dead", bytes(16)), *ends[0].places[1])
+        ends[0].sockets.lose()
+        wait_until(lambda: ends[0].sockets.resumed or ends[0].sockets.given_up, 10)
+    assert not ends[0].sockets.given_up
 
 
 def test_a_peer_that_is_not_there_is_given_up_in_time(ends: list[End]) -> None:

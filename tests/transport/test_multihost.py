@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import netns
@@ -147,6 +150,37 @@ def test_a_network_of_a_high_latency_is_known_and_asks_for_the_fewest_rounds(
     found = re.search(r"; (\d+) us a message, by the round trip of rank [2-5]$", network)
     assert found, network
     assert int(found[1]) >= 4096, "8 ms each way, as the nearest power of two says it"
+
+
+def within(host: str, make: Callable[[], socket.socket]) -> socket.socket:
+    """A socket that is made on a host."""
+
+    def enter_and_make() -> socket.socket:
+        netns.enter(host)
+        return make()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter_and_make).result(10)
+
+
+def test_what_waits_when_a_network_gets_slower_does_not_stop_it() -> None:
+    """Of the hosts that these tests are made of: packets of many segments have no room in a smaller burst."""
+    nbytes = 400_000
+    with netns.network(2, "1mbit") as slow, ExitStack() as stack:
+        listener = stack.enter_context(within(slow.hosts[1], lambda: socket.create_server(("10.78.0.2", 0))))
+        address = listener.getsockname()
+        sender = stack.enter_context(within(slow.hosts[0], lambda: socket.create_connection(address)))
+        receiver = stack.enter_context(listener.accept()[0])
+        receiver.settimeout(15)
+        thread = threading.Thread(target=sender.sendall, args=(bytes(nbytes),))
+        thread.start()
+        came = 0
+        while came < nbytes:
+            before, came = came, came + len(receiver.recv(65536))
+            assert came > before
+            if before < 220_000 <= came:  # all that could leave at once: the rest waits
+                slow.set_rate(0, 0, "200mbit", "8kb", "1ms")
+        thread.join()
 
 
 @pytest.mark.calm

@@ -51,6 +51,7 @@ from .stall_detector import PATIENCE, StallDetector
 from .status_report import StatusReporter
 
 if TYPE_CHECKING:
+    from ..rendezvous.control import ControlClient
     from ..rendezvous.session import Session
 
 log = logging.getLogger("hetcoll")
@@ -90,6 +91,26 @@ def _receives(call: Called) -> bool:
     return call.what.startswith("recv(")
 
 
+_Report = tuple[Kind, int, str]
+
+
+def _tell(control: ControlClient, group: bytes, report: _Report) -> _Report:
+    """The verdict that has won."""
+    blob = json.dumps(report).encode()
+    kind, peer, text = json.loads(control.post_verdict(group, b"failed", blob, _VERDICT_SECONDS).blob)
+    return Kind(kind), peer, text
+
+
+def _interrupted(rank: int) -> _Report:
+    return Kind.ABORTED, rank, f"rank {rank} was interrupted"
+
+
+def tell_interrupted(control: ControlClient, group: bytes, rank: int) -> None:
+    """Tell all ranks of a group that this one of them was interrupted, though it may have no communicator of it."""
+    with contextlib.suppress(HetcollError):
+        _tell(control, group, _interrupted(rank))
+
+
 class Diagnosis:
     """The failure side of one communicator."""
 
@@ -99,7 +120,7 @@ class Diagnosis:
         self._engine: _native.Engine | None = None
         self._early: list[Lost | Left | Verdict | StoreLost] = []
         self._left: set[int] = set()
-        self._report: tuple[Kind, int, str] | None = None
+        self._report: _Report | None = None
         self._asked = -PATIENCE  # when another rank asked last
         self._counted = -PATIENCE  # when this one asked for `check_counts`
         self.answers: dict[str, Callable[[int], Any]] = {}
@@ -181,26 +202,17 @@ class Diagnosis:
         assert self._engine is not None
         self._engine.fail(kind, peer, text)
         try:
-            self._settle(self._engine, *self._tell(kind, peer, text))
+            self._settle(self._engine, *_tell(self._session.control, self._group, (kind, peer, text)))
         except HetcollError:
             self._keep(kind, peer, text)
-
-    def _tell(self, kind: Kind, peer: int, text: str) -> tuple[Kind, int, str]:
-        """The verdict that has won."""
-        blob = json.dumps([kind, peer, text]).encode()
-        verdict = self._session.control.post_verdict(self._group, b"failed", blob, _VERDICT_SECONDS)
-        number, peer, text = json.loads(verdict.blob)
-        return Kind(number), peer, text
 
     def interrupted(self) -> None:
         """A signal handler raised here (Ctrl-C): the others must not wait for this rank, nor take that for a goodbye.
         While the communicator is made some may have it, though this rank has no engine yet."""
-        verdict = Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted"
         if self._engine is not None:
-            self.post(*verdict)
-            return
-        with contextlib.suppress(HetcollError):
-            self._tell(*verdict)
+            self.post(*_interrupted(self._rank))
+        else:
+            tell_interrupted(self._session.control, self._group, self._rank)
 
     def _leave_word(self, kind: Kind, peer: int, text: str) -> None:
         """The store does not answer. This rank goes by its own verdict; the others hear of it when the store runs."""

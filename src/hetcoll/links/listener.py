@@ -185,7 +185,7 @@ class Listener:
     def watch(self, fd: int, news: Callable[[], None]) -> None:
         """Call `news` on the listener's thread whenever `fd` is readable. It may be closed: this is of a copy."""
         with self._news:
-            self._watches.append((os.dup(fd), news))
+            self._watches.extend(zip(map(os.dup, [fd]), [news], strict=True))  # in one call: Ctrl-C comes between two
         with contextlib.suppress(OSError):  # the thread has ended
             self._wake_write.send(b"\0")
 

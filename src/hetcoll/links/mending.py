@@ -171,14 +171,14 @@ class Mending:
     # The end that connects.
 
     def _mend(self, peer: int, pause: float) -> None:
-        deadline, refused, told = time.monotonic() + self._seconds, 0.0, ""
+        deadline, refused, told, failed = time.monotonic() + self._seconds, 0.0, "", 0
         try:
             while self._pause(peer, pause):
                 try:
-                    if self._connect(peer, min(deadline, time.monotonic() + _TELLING_SECONDS)):
+                    if self._connect(peer, min(deadline, time.monotonic() + _TELLING_SECONDS), failed):
                         deadline, refused = time.monotonic() + self._seconds, 0.0  # what breaks next breaks anew
                 except InitError as error:
-                    now = time.monotonic()
+                    now, failed = time.monotonic(), failed + 1
                     refused, told = refused or now, str(error) if now < deadline else told or str(error)
                     if now >= min(deadline, refused + _REFUSED_SECONDS):
                         self._give_up(peer, told)
@@ -204,9 +204,14 @@ class Mending:
                 return True
             time.sleep(min(left, 0.01))
 
-    def _connect(self, peer: int, deadline: float) -> bool:
-        """One try for all that is lost; whether it made some. InitError where nobody listens there, or answers."""
+    def _connect(self, peer: int, deadline: float, failed: int) -> bool:
+        """One try for all that is lost; whether it made some. InitError where nobody listens there, or answers.
+
+        After so many that `failed` it begins with another address: one that answers nothing takes all of the time, and
+        is on a network that may be dead while another one is not."""
         hurried = self._rank > peer
+        turn = failed % max(1, len(self._places[peer]))
+        addresses = [*self._places[peer][turn:], *self._places[peer][:turn]]
         tries: dict[EdgeKey, tuple[_Lost, Came]] = {}
         for lost in list(self._lost[peer]):
             lost.tries += 1
@@ -215,7 +220,7 @@ class Mending:
                 src, dst = sorted((self._rank, peer))
                 key = EdgeKey(self._comm, src, dst, lost.channel + lost.shift, lost.stripe, lost.tries)
                 tries[key] = lost, Came(*came)
-        requests = [Request(key, self._places[peer], hurried) for key in tries]
+        requests = [Request(key, addresses, hurried) for key in tries]
         made = self._listener.connect_many(requests, deadline, lambda: self._check(peer))
         resumed = False
         for key, sock in made.items():

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ..config.env import environment
 from ..errors import HetcollError, InitError
+from .connections.announcing import announce, listens_locally
 from .connections.interfaces import own_hosts
 from .connections.probe import connect_store
 from .connections.sockets import bind_all, is_itself, spell_address, spell_error
@@ -44,6 +45,7 @@ class Succession:
         self._mine: Places = ()
         self._listeners: list[socket.socket] = []
         self._charge: list[bytes] = []
+        self._local = b""  # an abstract name at which the store listens on this host, if it does
         self._certain = True
         self.hosts = hosts
         """Whether the store is, or was, in this process."""
@@ -64,7 +66,8 @@ class Succession:
 
     def stand(self, charge: bytes) -> bytes:
         """Listen, as the store wants; where, packed. Nothing where that cannot be had."""
-        self._charge = unpack(charge)
+        *self._charge, local = unpack(charge)
+        self._local = local if local and listens_locally(local) else b""
         if not self._listeners:
             try:
                 self._listeners = bind_all(own_hosts(environment().config.socket_ifname), 0)
@@ -87,9 +90,10 @@ class Succession:
         connection was lost, and what serves there has gone on without this process, as it will say."""
         if not self._order:
             return None
+        local, self._local = self._local, b""  # of this store: another one may be where it was
         if not end.orderly:
             self._certain = self._certain and end.sure  # also where it serves as yet: it may end before we are there
-            found = _look(lost, _STILL_GREETS)
+            found = _look(lost, _STILL_GREETS, local)
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
@@ -110,8 +114,7 @@ class Succession:
 
     def _take_over(self, lost: UniqueId) -> UniqueId:
         """Serve the job, also where it was served before if that is here: newcomers look there."""
-        from .connections.announcing import announce  # few processes need these, and imports count
-        from .store.server import StoreServer
+        from .store.server import StoreServer  # few processes need it, and imports count
 
         listeners, self._listeners = self._listeners, []
         taken = replace(lost, addresses=self._mine)
@@ -151,16 +154,25 @@ class _Found(enum.Enum):
     SILENT = enum.auto()
 
 
-def _look(unique_id: UniqueId, seconds: float) -> _Found:
+def _look(unique_id: UniqueId, seconds: float, local: bytes = b"") -> _Found:
     """What is there of the job's store, which has so many seconds to greet.
 
     A process that ends closes its listeners last or first, but soon; and the next store may listen where one died.
+
+    Who accepts there and does not greet may be a stranger, or the store, stopped: the kernel accepts for it. Nor does a
+    stranger's greeting say that the store is dead: ports are forwarded, and several listeners may share one. But where
+    the store listened at `local`, too, as this process has seen, both are in one network namespace, and that name says
+    it as surely as a connection that is refused: the store closes all of its listeners at once, when it ends, and the
+    kernel keeps this one as long as any process has it open, stopped or not. If somebody else took the name, which has
+    the job's id in it, the store would only count as alive.
     """
     until = 0.0
     while True:
         if _serves(unique_id, seconds):
             return _Found.SERVES
         until = until or time.monotonic() + _REFUSES
+        if local and listens_locally(local) is False:
+            return _Found.DEAD
         if all(_refused(address, until) for address in unique_id.addresses):
             return _Found.DEAD
         seconds = until - time.monotonic()

@@ -123,7 +123,9 @@ def enter(
         try:
             answer, reader = _knock(sock, entry, deadline)
         except OSError as error:
-            if broke(error) and time.monotonic() < deadline:
+            if (broke(error) or patient) and time.monotonic() < deadline:
+                if not broke(error):  # the store ends, and may accept until it has
+                    time.sleep(_FIRST_PAUSE)
                 continue
             raise InitError(f"the way to the job's store: {spell_error(error)}") from error
         if answer.op == Op.WELCOME:

@@ -123,8 +123,8 @@ class Core:
         """Of open groups, by thread: kind, buffer and peer of each message. See `messages`."""
         self.diagnosis = diagnosis = Diagnosis(session, group, rank, size)
         deadline = time.monotonic() + timeout
+        undo.push(self._leave_unmade)  # first: Ctrl-C may come when this rank has joined, and before anything is noted
         session.join(group, rank, size, diagnosis.on_event, timeout)
-        undo.push(self._leave_unmade)
         left, patience = deadline - time.monotonic(), min(PATIENCE, config.timeout)
         self.wiring = wiring = Wiring(session.control, group, rank, size, config, left, patience)
         undo.callback(wiring.close)

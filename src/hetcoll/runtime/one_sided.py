@@ -27,7 +27,7 @@ from .core import Core
 from .device_memory import DeviceMemory
 from .executor import Seen, Shared
 from .offsets import MOST_PIECES, Offsets, pieces
-from .regroup import Make, name_of, while_whole
+from .regroup import Make, interrupted, name_of, while_whole
 from .window_memory import WindowMemory
 
 if TYPE_CHECKING:
@@ -373,11 +373,10 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
     buffer = None if buf is None else read_buffer(buf, "buf", writable=True)
     if not 0 <= (own := check_int(signals, "signals")) <= MOST_PIECES:
         raise ArgumentError(f"signals: wanted 0 to {MOST_PIECES}, got {own}")
-    seconds = parent.seconds(timeout)
+    seconds, name = parent.seconds(timeout), name_of(parent.group, "windows")
 
     def begin(_: object) -> OneSided:
         parent.meet("the first window()", b"", seconds)  # who has left will not come to what is made now
-        name = name_of(parent.group, "windows")
         with while_whole(parent, name):
             carrier = make(name, list(range(parent.size)), parent.config.init_timeout)
             side = OneSided(carrier._core, carrier.close, parent.wiring.memory, parent.gpus)
@@ -387,7 +386,11 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
                 end()
             return side
 
-    side = parent.rider(OneSided, begin)
+    try:
+        side = parent.rider(OneSided, begin)
+    except (KeyboardInterrupt, SystemExit):
+        interrupted(parent, name)
+        raise
     side.core.host.check_usable()
     problem = ""
     if buffer is not None and buffer.device != "cpu":

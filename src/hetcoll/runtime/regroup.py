@@ -20,7 +20,7 @@ from ..calls import check_int
 from ..config.env import Config
 from ..config.variables import parse_format
 from ..errors import ArgumentError, InitError, PeerLostError, spell_ranks
-from ..health.diagnosis import Kind
+from ..health.diagnosis import Kind, tell_interrupted
 from ..plan.topology import restrict
 from ..rendezvous import decisions
 from ..rendezvous.session import Session
@@ -53,15 +53,20 @@ def split(core: Core, color: int | None, key: int, compress: str | None, make: M
     """See `Communicator.split`."""
     core.host.check_usable()
     form = None if compress is None else parse_format(compress)
-    members = _members(core, color, key)
-    core.splits += 1
-    if color is None:
-        return None
-    name = name_of(core.group, f"split {core.splits} {color}")
-    with while_whole(core, name):
-        part = make(name, members, core.config.init_timeout, form)
-        part._core.epoch = core.epoch
+    name = b""
+    try:
+        members = _members(core, color, key)
+        core.splits += 1
+        if color is None:
+            return None
+        name = name_of(core.group, f"split {core.splits} {color}")
+        with while_whole(core, name):
+            part = make(name, members, core.config.init_timeout, form)
+            part._core.epoch = core.epoch
         return part
+    except (KeyboardInterrupt, SystemExit):
+        interrupted(core, name)
+        raise
 
 
 def _members(core: Core, color: int | None, key: int) -> list[int]:
@@ -96,11 +101,17 @@ def while_whole(core: Core, group: bytes) -> Iterator[Callable[[str], None]]:
             if core.engine.failed:
                 raise core.diagnosis.error() from error
             raise
-        except (KeyboardInterrupt, SystemExit):
-            core.host.give_up()  # others wait for this rank in the group
-            raise
         finally:
             core.diagnosis.on_failure.remove(end)
+
+
+def interrupted(core: Core, group: bytes) -> None:
+    """A signal handler raised while `group` was made of ranks of `core`, or on its way to the program, which has
+    nothing of it then: nobody must wait for this rank here or there, however long the exception keeps what was made."""
+    core.host.give_up()
+    membership = core.session.control.membership(group)
+    if membership is not None:
+        tell_interrupted(core.session.control, group, membership.rank)
 
 
 def name_of(parent: bytes, what: str) -> bytes:

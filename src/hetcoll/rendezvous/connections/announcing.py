@@ -75,6 +75,23 @@ def _held_by_us(name: str) -> bool:
         return peer_is_us(sock)
 
 
+def listens_locally(name: bytes) -> bool | None:
+    """Whether somebody listens at this abstract name in this process's network namespace, which has its own. None where
+    the system does not say."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)  # a full queue is somebody's, too
+        try:
+            sock.connect(name)
+        except BlockingIOError:
+            return True
+        except ConnectionRefusedError:
+            return False
+        except OSError as error:
+            log.debug("%r: %s", name, spell_error(error))
+            return None
+        return True
+
+
 def listen_locally(name: str) -> socket.socket:
     """A listener at `name`, which others can work out; where another user took it first, at a random one beside it."""
     try:

@@ -60,7 +60,8 @@ class StoreServer:
         self._idle = threading.Event()  # nobody is connected
         self._idle.set()
         self._job_id = context[:16]
-        charge = pack((context, bytes([open_fetch, tls]), F64.pack(linger)))
+        local = [b"", *(each.getsockname() for each in listeners if each.family == socket.AF_UNIX)][-1]
+        charge = pack((context, bytes([open_fetch, tls]), F64.pack(linger), local))
         launched = any(context[16:]) and not succeeds[0]
         self._groups = Groups(launched=launched, reserve=_reserve, charge=charge, succeeds=succeeds)
         self._connections: dict[int, Connection] = {}
