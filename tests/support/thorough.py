@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs. The others show the same of more: `make test-all` runs all, CI an eighth of them."""
+"""Which cases of a test `make test` runs. The others show the same of more: `make test-all` runs all, CI an eighth."""
 
 from __future__ import annotations
 
