@@ -10,6 +10,7 @@ give in windows, "nccl windows" NCCL with all buffers in its own. HETCOLL_DEVICE
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -32,7 +33,6 @@ from hetcoll.cli.timing import Schedule, agree_on_estimate, take_samples
 from hetcoll.gpu import message_kernel
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.executor import GpuExecutor
-from hetcoll.runtime.one_sided import Window
 from hetcoll.types import DType, ReduceOp
 
 FLOAT, SUM = int(DType.FLOAT32), int(ReduceOp.SUM)
@@ -128,13 +128,11 @@ class Windows:
     """hetcoll, with what each rank gives in a window."""
 
     def __init__(self, comm: hetcoll.Communicator, _: Stream) -> None:
-        self._comm = comm
-        self._window: Window | None = None
+        self._comm, self._last = comm, contextlib.ExitStack()
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call:
-        if self._window is not None:
-            self._window.close()
-        self._window = self._comm.window(recv if case.inplace else send)
+        self._last.close()
+        self._last.callback(self._comm.window(recv if case.inplace else send).close)
         return bind(self._comm, case, send, recv)
 
 
