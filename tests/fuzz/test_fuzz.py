@@ -44,7 +44,7 @@ def test_a_parser_takes_what_is_right_and_refuses_the_rest(name: str) -> None:
         except Exception as error:
             raise AssertionError(f"it is to take {data!r}") from error
 
-    @settings(max_examples=50)
+    @settings(max_examples=50, deadline=None)
     @given(st.one_of(spoiled(target.inputs), st.binary(max_size=200)))
     def fuzz(data: bytes) -> None:
         target(data)

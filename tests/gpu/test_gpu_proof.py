@@ -159,8 +159,8 @@ def break_slots(rank: int, how: str) -> None:
         return
     edge = SlotSegment.edge
 
-    def broken(self: SlotSegment, src: int, dst: int, channel: int, *, slots: int = 0) -> Edge:
-        found = edge(self, src, dst, channel, slots=slots)
+    def broken(self: SlotSegment, src: int, dst: int, channel: int, **how_made: Any) -> Edge:
+        found = edge(self, src, dst, channel, **how_made)
         if (how == "bytes" and (src, dst) == (0, rank)) or (how == "sent" and (src, dst) == (rank, 0)):
             return replace(found, slots=found.slots + 64)
         if how == "signal" and (src, dst) == (rank, 0):

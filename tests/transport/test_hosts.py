@@ -126,11 +126,12 @@ def test_ranks_know_the_rate_of_the_cards_that_they_use(hosts: list[str], stripe
     """veth(4) says 10 Gbit/s of each."""
     ranks = start_ranks(hosts, EXPLAIN, HETCOLL_SOCKET_STRIPES=str(stripes), HETCOLL_SECRET="s" * 16)
     try:
-        told = {rank.communicate(timeout=DEADLINE) for rank in ranks}
+        told = {rank.communicate(timeout=DEADLINE) for rank in ranks}  # on a busy machine also of the latency
     finally:
         for rank in ranks:
             rank.kill()
-    assert told == {(f"network between hosts: {10 * stripes} Gbit/s, as the system of rank 0 says of its cards\n", "")}
+    found = {(text.rstrip().split(";")[0], problems) for text, problems in told}
+    assert found == {(f"network between hosts: {10 * stripes} Gbit/s, as the system of rank 0 says of its cards", "")}
 
 
 WATCH = """
