@@ -90,7 +90,7 @@ _GREETING = Challenge(SECRET, Service.STORE, b"here").greeting
 _FRAME = Frame(Op.PUT, 0, 7, pack([b"key", b"value"]))
 _CALLED = Called("allreduce(...)", "train.py:12")
 _ANSWER = Answer(3, {2: _CALLED}, _CALLED, waits=(Wait(1, 0, True, 3, 4, 5, 6),), handed=((1, 0, 5, 6),))
-_ANSWERED = {Op.AGREE: Answered(U32.pack(1), Status.OK, b"\1")}
+_ANSWERED = {Op.AGREE: (Answered(U32.pack(1), Status.OK, b"\1"), Answered(U32.pack(2), Status.TIMEOUT, b"late"))}
 _PAST = Past(b"world", 1, 3, True, 1, {2: "it died"}, b"verdict", {b"tag": b"told"}, _ANSWERED)
 _ENTRY = Entry(Kind.MEMBER, b"t" * 16, 40, failed=(b"u" * 16,), addresses=(("::1", 4000),))
 _NCCL_TESTS = (

@@ -192,6 +192,19 @@ TestReturning = Returning.TestCase
 TestReturning.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
+def test_who_has_asked_on_still_knows_the_answer_that_others_have_not_read() -> None:
+    """Rank 0 agrees again and again while the others, who have yet to read that all agreed, are stuck."""
+    state = Returning()
+    state.begin()
+    state.agree(list(range(SIZE)), 3)
+    for _ in range(3):
+        state.read(0, 9)
+        state.agree([0], 3)
+        state.time_passes(9.0)
+    state.read(0, 9)
+    state.teardown()
+
+
 def return_to(groups: Groups, client: Client) -> None:
     groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", b"", pack([client.membership.spell()])])))
 

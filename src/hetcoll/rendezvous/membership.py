@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..errors import HetcollError, InitError, PeerLostError, parser, spell_gone
 from .protocol.news import Event, Handler, Left, Lost, Query, StoreLost, Verdict
-from .protocol.past import JOINT, Answered, Past
+from .protocol.past import JOINT, Answered, Past, remember
 from .protocol.wire import NOBODY, U32, Frame, Op, Status, unpack
 
 log = logging.getLogger("hetcoll.control")
@@ -63,7 +63,7 @@ class Membership:
     formed: bool = False  # all ranks have met in an exchange
     rolls: int = 0  # how many times its ranks shrank
     verdict: bytes = b""
-    answered: dict[int, Answered] = field(default_factory=dict)
+    answered: dict[int, tuple[Answered, ...]] = field(default_factory=dict)
 
     def keep(self, call: Call, frame: Frame) -> None:
         """Of a request that was answered."""
@@ -73,7 +73,8 @@ class Membership:
         if call.op is Op.SHRINK and ended_well:
             (self.rolls,) = U32.unpack(call.key)
         if call.op in JOINT and frame.status != Status.REFUSED:
-            self.answered[call.op] = Answered(call.key, Status(frame.status), frame.body)
+            last = Answered(call.key, Status(frame.status), frame.body)
+            self.answered[call.op] = remember(self.answered.get(call.op, ()), last)
 
     @parser("news from the store")
     def hear(self, op: int, fields: list[bytes], body: bytes) -> bytes | None:
@@ -125,6 +126,8 @@ class Membership:
     def spell(self, *, whole: bool = True) -> bytes:
         """For a new store. Answers that are long are the same for all: not all have to tell the `whole` of them."""
         told = {tag: value for (tag, rank), value in self.own.items() if rank == self.rank}
-        answered = {op: each for op, each in self.answered.items() if whole or len(each.body) <= _SHORT}
+        answered = {
+            op: tuple(each for each in some if whole or len(each.body) <= _SHORT) for op, some in self.answered.items()
+        }
         past = Past(self.name, self.rank, self.size, self.formed, self.rolls, self.gone, self.verdict, told, answered)
         return past.pack()

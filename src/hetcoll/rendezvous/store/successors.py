@@ -301,8 +301,8 @@ class Returns:
         group.verdict = group.verdict or past.verdict or None
         for tag, value in past.told.items():
             group.own.setdefault(tag, {})[past.rank] = value
-        for op, last in past.answered.items():
-            group.answered[op, last.key] = last
+        for op, some in past.answered.items():
+            group.answered.update({(op, each.key): each for each in some})
         if len(group.answered) > known:
             self._leave_late(group)
         elif past.rank in group.late:
