@@ -115,7 +115,10 @@ def await_drops() -> None:
     """Until all that was dropped so far is closed, or for some seconds."""
     deadline = time.monotonic() + _CLOSING_SECONDS
     for closer in list(_closers):
-        closer.join(max(0.0, deadline - time.monotonic()))
+        while closer.ident is None and closer in _closers and time.monotonic() < deadline:  # about to be started
+            time.sleep(0.001)
+        if closer.ident is not None:
+            closer.join(max(0.0, deadline - time.monotonic()))
 
 
 def _close_all() -> None:

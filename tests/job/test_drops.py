@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from patience import DEADLINE
 from ranks import Job, RankError, Ranks, Resources, wait_until
 
 import hetcoll
+from hetcoll import lifetime
 
 Launch = Callable[..., Ranks]
 
@@ -126,6 +128,7 @@ INIT_TWICE = """
 import gc, sys, warnings
 import numpy as np
 import hetcoll
+from hetcoll import lifetime
 
 def use():
     comm = hetcoll.init()
@@ -145,3 +148,18 @@ def test_init_anew_after_a_drop_and_an_exit_without_close() -> None:
     said = [line for line in done.stderr.splitlines() if "was not closed" in line]
     assert len(said) == 2
     assert all("ResourceWarning: <hetcoll.Communicator rank 0 of 1> was not closed" in line for line in said)
+
+
+def test_what_is_about_to_be_closed_is_waited_for() -> None:
+    """Another thread has just found what was dropped."""
+    done: list[int] = []
+
+    def close() -> None:
+        done.append(1)
+        lifetime._closers.discard(closer)
+
+    closer = threading.Thread(target=close)
+    lifetime._closers.add(closer)
+    threading.Timer(0.05, closer.start).start()
+    lifetime.await_drops()
+    assert done
