@@ -346,6 +346,59 @@ def barrier() -> Call:
     return Call(Collective.BARRIER, None, None, DType.UINT8, 0, 0)
 
 
+class SendRecv(NamedTuple):
+    """A message to `dest`, one from `source`, or both at once, of one type. Where there is none, its buffer is None and
+    its rank -1."""
+
+    send: Buffer | None
+    dest: int
+    recv: Buffer | None
+    source: int
+
+    @property
+    def first(self) -> Buffer:
+        found = self.send or self.recv
+        assert found is not None
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of the larger one."""
+        return max(buffer.nbytes for buffer in (self.send, self.recv) if buffer)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        return 0 if self.send is None else self.send.ptr, 0 if self.recv is None else self.recv.ptr
+
+    @property
+    def counts(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """The other rank and how many elements: of what is sent, and of what is received."""
+        sent = () if self.send is None else ((self.dest, self.send.count),)
+        return sent, () if self.recv is None else ((self.source, self.recv.count),)
+
+    @property
+    def key(self) -> tuple[int, DType, ReduceOp, int, int, int]:
+        """By what the fast path knows it; as `Call.key`."""
+        first, second, both = self.first, self.recv or self.first, self.send and self.recv
+        kind = SENDRECV if both else SEND if self.send else RECV
+        where = _native.ranks_key(self.dest, self.source) if both else self.dest if self.send else self.source
+        return kind, first.dtype, ReduceOp.SUM, where, first.count, second.count
+
+    @property
+    def halves(self) -> list[Message]:
+        sent = [] if self.send is None else [Message(SEND, self.send, self.dest)]
+        return sent if self.recv is None else [*sent, Message(RECV, self.recv, self.source)]
+
+    def describe(self) -> str:
+        """For people."""
+        parts = []
+        if self.send is not None:
+            parts.append(f"send({self.send.dtype.label}, count={self.send.count}) to rank {self.dest}")
+        if self.recv is not None:
+            parts.append(f"recv({self.recv.dtype.label}, count={self.recv.count}) from rank {self.source}")
+        return " and ".join(parts)
+
+
 class Message(NamedTuple):
     """One half of a message: what this rank sends to a peer, or receives from it."""
 
@@ -354,34 +407,13 @@ class Message(NamedTuple):
     peer: int
 
     @property
-    def halves(self) -> tuple[Buffer | None, int, Buffer | None, int]:
-        """As others take them: what is sent, where to, what is received, where from."""
-        return (self.buffer, self.peer, None, -1) if self.kind == SEND else (None, -1, self.buffer, self.peer)
+    def alone(self) -> SendRecv:
+        if self.kind == SEND:
+            return SendRecv(self.buffer, self.peer, None, -1)
+        return SendRecv(None, -1, self.buffer, self.peer)
 
     def __str__(self) -> str:
-        return describe_message(*self.halves)
-
-
-def message_key(
-    send: Buffer | None, dest: int, recv: Buffer | None, source: int
-) -> tuple[int, DType, ReduceOp, int, int, int]:
-    """By what the fast path knows a message to `dest`, one from `source`, or both at once; as `Call.key`."""
-    first, second = send or recv, recv or send
-    assert first is not None
-    assert second is not None
-    kind = SENDRECV if send and recv else SEND if send else RECV
-    where = _native.ranks_key(dest, source) if send and recv else dest if send else source
-    return kind, first.dtype, ReduceOp.SUM, where, first.count, second.count
-
-
-def describe_message(send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> str:
-    """A send, a receive, or both, for people."""
-    parts = []
-    if send is not None:
-        parts.append(f"send({send.dtype.label}, count={send.count}) to rank {dest}")
-    if recv is not None:
-        parts.append(f"recv({recv.dtype.label}, count={recv.count}) from rank {source}")
-    return " and ".join(parts)
+        return self.alone.describe()
 
 
 def descriptor(text: str) -> int:

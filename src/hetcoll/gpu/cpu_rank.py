@@ -18,8 +18,7 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import Call, describe_message, descriptor
-from ..calls.buffers import Buffer
+from ..calls import Call, SendRecv, descriptor
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
 from ..plan.ir import Plan
@@ -86,21 +85,16 @@ class CpuRank:
 
         return self._planner.bound("cpu rank", call.binding, bind)
 
-    def point(
-        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
-    ) -> _native.Shape:
+    def point(self, ends: SendRecv, timeout: float, check: Check) -> _native.Shape:
         """As `runtime.host.HostPlans.point`."""
-        first = send or recv
-        assert first is not None
-        ends = (() if send is None else ((dest, send.count),), () if recv is None else ((source, recv.count),))
+        key = (ends.first.dtype, *ends.counts)
 
         def bind() -> _native.Shape:
-            shape = self._links.during(timeout, check, lambda: self._plans.messages(first.dtype, *ends, ()))
-            larger = max(buffer.nbytes for buffer in (send, recv) if buffer)
-            self._planner.note(shape.id, describe_message(send, dest, recv, source), larger)
+            shape = self._links.during(timeout, check, lambda: self._plans.messages(*key, ()))
+            self._planner.note(shape.id, ends.describe(), ends.nbytes)
             return shape
 
-        return self._planner.bound("cpu rank message", (first.dtype, *ends), bind)
+        return self._planner.bound("cpu rank message", key, bind)
 
     def converted(self, call: Call) -> tuple[Call, Callable[[], None] | None]:
         """The call to make instead, and what is to be done once it is complete: see `float8`."""
@@ -110,24 +104,23 @@ class CpuRank:
         send, recv, finish = float8.on_host(passage)
         return replace(call, send=send, recv=recv, dtype=OCP_OF.get(call.dtype, call.dtype)), finish
 
-    def converted_message(
-        self, send: Buffer | None, dest: int, recv: Buffer | None
-    ) -> tuple[Buffer | None, Buffer | None, Callable[[], None] | None]:
+    def converted_message(self, ends: SendRecv) -> tuple[SendRecv, Callable[[], None] | None]:
         """The same for messages."""
-        passage = float8.Float8Conversion.of_message(send, dest, recv, self._wiring.rank) if self.two_kinds else None
-        return (send, recv, None) if passage is None else float8.on_host(passage)
+        passage = float8.Float8Conversion.of_message(ends, self._wiring.rank) if self.two_kinds else None
+        if passage is None:
+            return ends, None
+        send, recv, finish = float8.on_host(passage)
+        return ends._replace(send=send, recv=recv), finish
 
     def note(self, call: Call) -> None:
         """Write a collective down for this host's other ranks; raises where one of them called something else."""
         what = call.describe()
         self._share.note(self._planner.bound("note", (what,), lambda: [self._share.entry(what)]))
 
-    def note_message(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> None:
+    def note_message(self, ends: SendRecv) -> None:
         """The same for messages."""
-        halves = ((b.dtype, b.count, peer) if b else None for b, peer in ((send, dest), (recv, source)))
-        self._share.note(
-            self._planner.bound("note of messages", (*halves,), lambda: self._share.notes(send, dest, recv, source))
-        )
+        key = (ends.first.dtype, *ends.counts)
+        self._share.note(self._planner.bound("note of messages", key, lambda: self._share.notes(ends)))
 
     def paths(self) -> tuple[str, ...]:
         """For people: how data goes from this rank to every GPU."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import hetcoll._native as _native
 
-from ..calls import Call, Message, descriptor
+from ..calls import Call, Message, SendRecv, descriptor
 from ..calls.buffers import Buffer
 from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, DeviceError, spell_ranks
@@ -207,19 +207,10 @@ class GpuExecutor:
         """`Engine.call` for both kinds of memory: on a GPU's, what was called before with the same counts."""
         return self._calls.call
 
-    def exchange(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        stream: object,
-        async_op: bool,
-        seconds: float,
-    ) -> GpuWork:
-        """Enqueue a message to `dest`, one from `source`, or both at once."""
+    def exchange(self, ends: SendRecv, stream: object, async_op: bool, seconds: float) -> GpuWork:
+        """Enqueue a message, or two at once."""
         self._edges.seconds = seconds
-        return self.messages.one(send, dest, recv, source, stream, async_op, seconds)
+        return self.messages.one(ends, stream, async_op, seconds)
 
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """Enqueue messages that are under way together."""

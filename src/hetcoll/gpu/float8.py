@@ -21,7 +21,7 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import Call
+from ..calls import Call, SendRecv
 from ..calls.buffers import Buffer
 from ..errors import ArgumentError
 from ..types import FNUZ_OF, OCP_OF, SAME, Collective, DType
@@ -60,11 +60,10 @@ class Float8Conversion(NamedTuple):
         return cls(call.send, call.recv, call.send is not None and root, writes, call.collective in SAME)
 
     @classmethod
-    def of_message(cls, send: Buffer | None, dest: int, recv: Buffer | None, rank: int) -> Float8Conversion | None:
+    def of_message(cls, ends: SendRecv, rank: int) -> Float8Conversion | None:
         """None for messages that have no 8-bit floats, and for those to oneself."""
-        first = send or recv
-        assert first is not None
-        if (first.dtype not in FNUZ_OF and first.dtype not in OCP_OF) or (send is not None and dest == rank):
+        dtype, send, recv = ends.first.dtype, ends.send, ends.recv
+        if (dtype not in FNUZ_OF and dtype not in OCP_OF) or (send is not None and ends.dest == rank):
             return None
         return cls(send, recv, send is not None, recv is not None)
 

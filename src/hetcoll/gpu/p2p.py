@@ -10,12 +10,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import hetcoll._native as _native
 
-from ..calls import RECV, SEND, Message, describe_message, message_key
+from ..calls import RECV, SEND, Message, SendRecv
 from ..calls.buffers import Buffer
 from ..errors import ArgumentError, DeviceError, spell_ranks
 from ..runtime.planner import Planner
@@ -78,62 +77,36 @@ class GpuMessages:
         self._bytes = self._device.allocate(2 * len(mates)) if mates else 0
         self._lanes: dict[tuple[int, int], tuple[int, int]] = {}  # see `_lane`
 
-    def one(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        stream: object,
-        async_op: bool,
-        seconds: float,
-    ) -> GpuWork:
-        """Enqueue a message to `dest`, one from `source`, or both at once."""
+    def one(self, ends: SendRecv, stream: object, async_op: bool, seconds: float) -> GpuWork:
+        """Enqueue a message, or two at once."""
+        send, dest, recv, source = ends
         handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
-        if async_op and (send is None or recv is None or self._by_kernel(send, dest, recv, source)):
+        if async_op and (send is None or recv is None or self._by_kernel(ends)):
             handle, async_op = self._lane(dest if send else -1, source if recv else -1, handle)
-        passage = (
-            None if self._convert is None else float8.Float8Conversion.of_message(send, dest, recv, self._share.rank)
-        )
+        passage = None if self._convert is None else float8.Float8Conversion.of_message(ends, self._share.rank)
         if self._convert is None or passage is None:
-            self._enqueue(send, dest, recv, source, handle, async_op, seconds)
+            self._enqueue(ends, handle, async_op, seconds)
         else:
             with self._convert.around(passage, handle, async_op) as (out, into, on):
-                self._enqueue(out, dest, into, source, on, False, seconds, again=False)
+                self._enqueue(SendRecv(out, dest, into, source), on, False, seconds, again=False)
         return GpuWork(self._path, (send, recv), _MESSAGE)
 
-    def _enqueue(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        stream: int,
-        async_op: bool,
-        seconds: float,
-        *,
-        again: bool = True,
-    ) -> None:
+    def _enqueue(self, ends: SendRecv, stream: int, async_op: bool, seconds: float, *, again: bool = True) -> None:
         """`again`: the fast path may run such a message when it comes again."""
-        first = send or recv
-        assert first is not None
-        ends = (() if send is None else ((dest, send.count),), () if recv is None else ((source, recv.count),))
-        key = (first.dtype, *ends)
-        describe = partial(describe_message, send, dest, recv, source)
+        key = (ends.first.dtype, *ends.counts)
 
         def bind() -> _native.GpuCall:
             self._load_ahead()
-            notes = self._share.notes(send, dest, recv, source)
+            notes = self._share.notes(ends)
             plan = self._plans.messages(*key, self._mates)
-            bound = self._path.bound(plan, describe(), notes, first.dtype)
+            bound = self._path.bound(plan, ends.describe(), notes, ends.first.dtype)
             if again:
-                self._calls.remember(*message_key(send, dest, recv, source), bound)
+                self._calls.remember(*ends.key, bound)
             return bound
 
-        source_at, target_at = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
-        with self._deadlines.call(describe, stream, async_op, seconds) as (on, apart):
-            self._connect((dest, source), on)
-            self._calls.run(self._planner.bound("gpu message", key, bind), source_at, target_at, on, not apart)
+        with self._deadlines.call(ends.describe, stream, async_op, seconds) as (on, apart):
+            self._connect((ends.dest, ends.source), on)
+            self._calls.run(self._planner.bound("gpu message", key, bind), *ends.addresses, on, not apart)
 
     def _load_ahead(self) -> None:
         """Before the first message: a driver may wait for the device when it loads kernels, and the device will wait
@@ -151,9 +124,9 @@ class GpuMessages:
         """Whose kernels are being loaded just now, perhaps behind messages."""
         return None if self._kernels is None else self._kernels.loading
 
-    def _by_kernel(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> bool:
+    def _by_kernel(self, ends: SendRecv) -> bool:
         """Whether nothing but a kernel carries these."""
-        kernel, halves = self._plans.kernel, ((send, dest), (recv, source))
+        kernel, halves = self._plans.kernel, ((ends.send, ends.dest), (ends.recv, ends.source))
         return kernel is not None and all(kernel.takes(peer, buffer.nbytes) for buffer, peer in halves if buffer)
 
     def _lane(self, dest: int, source: int, stream: int) -> tuple[int, bool]:
@@ -186,18 +159,15 @@ class GpuMessages:
                 send, dest = out or (None, -1)
                 recv, source = into or (None, -1)
                 if send is not None and recv is not None and send.dtype is not recv.dtype:
-                    self.one(send, dest, None, -1, None, False, seconds)
-                    self.one(None, -1, recv, source, None, False, seconds)
+                    self.one(SendRecv(send, dest, None, -1), None, False, seconds)
+                    self.one(SendRecv(None, -1, recv, source), None, False, seconds)
                 else:
-                    self.one(send, dest, recv, source, None, False, seconds)
+                    self.one(SendRecv(send, dest, recv, source), None, False, seconds)
 
     def _converts(self, messages: Sequence[Message]) -> bool:
         """Whether some of them are of 8-bit floats that their other rank has in another kind: see `float8`."""
         rank = self._share.rank
-        found = (
-            float8.Float8Conversion.of_message(send, dest, recv, rank)
-            for send, dest, recv, _ in (m.halves for m in messages)
-        )
+        found = (float8.Float8Conversion.of_message(m.alone, rank) for m in messages)
         return self._convert is not None and any(found)
 
     def _group(self, messages: Sequence[Message], stream: object) -> GpuWork:
@@ -211,7 +181,7 @@ class GpuMessages:
             out, into = ([(m.peer, m.buffer.nbytes) for m in half] for half in (sends, recvs))
             plan = self._plans.messages(DType.UINT8, out, into, self._mates, apart=True)
             what = f"group of {', '.join(map(str, messages))}"
-            notes = [note for m in messages for note in self._share.notes(*m.halves)]
+            notes = [note for m in messages for note in self._share.notes(m.alone)]
             return self._path.bound(plan, what, notes, DType.UINT8, [m.buffer.dtype for m in (*sends, *recvs)])
 
         self._connect([m.peer for m in messages], handle)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import hetcoll._native as _native
 
-from ..calls import describe_message, descriptor
-from ..calls.buffers import Buffer
+from ..calls import SEND, SendRecv, descriptor
 from ..errors import DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
@@ -107,19 +106,18 @@ class GpuShare:
         """How a collective is written down, for all ranks of this host."""
         return self.ledger, _native.LedgerEntry.make(descriptor(what), _first(what))
 
-    def notes(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> list[Note]:
+    def notes(self, ends: SendRecv) -> list[Note]:
         """How messages are written down, each for its two ranks: where they share a host, and one of them has a GPU.
 
         Elsewhere frames say what they carry.
         """
-        rank = self._wiring.rank
-        halves = [(send, dest, (rank, dest), describe_message(send, dest, None, -1))] if send else []
-        halves += [(recv, source, (source, rank), describe_message(None, -1, recv, source))] if recv else []
-        found = []
-        for buffer, peer, edge, what in halves:
+        rank, found = self._wiring.rank, []
+        for message in ends.halves:
+            kind, buffer, peer = message
+            edge = (rank, peer) if kind == SEND else (peer, rank)
             if peer != rank and peer in self._wiring.locals and (self.gpus[peer].vendor or self.gpus[rank].vendor):
                 same = descriptor(f"message {buffer.dtype.label} {buffer.count}")
-                found.append((self._edge(edge), _native.LedgerEntry.make(same, _first(what))))
+                found.append((self._edge(edge), _native.LedgerEntry.make(same, _first(str(message)))))
         return found
 
     def _edge(self, edge: tuple[int, int]) -> _native.Ledger:

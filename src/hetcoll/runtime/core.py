@@ -9,7 +9,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 import hetcoll._native as _native
 
 from .. import calls
-from ..calls import OP_LABELS, Call, Message
+from ..calls import OP_LABELS, Call, Message, SendRecv
 from ..calls.buffers import Buffer
 from ..config.env import Config
 from ..errors import ArgumentError, DeviceError, InitError
@@ -201,22 +200,10 @@ class Core:
         with self.executor(buffer, stream, seconds) as executor:
             return executor.run(call, stream, async_op, seconds)
 
-    def exchange(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        async_op: bool,
-        seconds: float,
-        stream: object,
-    ) -> Work:
-        """A message to `dest`, one from `source`, or both at once; unchecked."""
-        buffer = send or recv
-        assert buffer is not None
-        what = partial(calls.describe_message, send, dest, recv, source)
-        with self.range(what), self.executor(buffer, stream, seconds) as executor:
-            return executor.exchange(send, dest, recv, source, stream, async_op, seconds)
+    def exchange(self, ends: SendRecv, async_op: bool, seconds: float, stream: object) -> Work:
+        """A message, or two at once; unchecked."""
+        with self.range(ends.describe), self.executor(ends.first, stream, seconds) as executor:
+            return executor.exchange(ends, stream, async_op, seconds)
 
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """Messages that are under way together: those on a GPU, and then those on the host; unchecked."""

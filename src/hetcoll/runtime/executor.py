@@ -10,7 +10,7 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import Call, Message
+from ..calls import Call, Message, SendRecv
 from ..calls.buffers import Buffer
 from ..config.env import Config
 from ..config.limits import Held
@@ -49,17 +49,8 @@ class Executor(Protocol):
     def run(self, call: Call, stream: object, async_op: bool, seconds: float) -> Work:
         """A collective."""
 
-    def exchange(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        stream: object,
-        async_op: bool,
-        seconds: float,
-    ) -> Work:
-        """A message to `dest`, one from `source`, or both at once."""
+    def exchange(self, ends: SendRecv, stream: object, async_op: bool, seconds: float) -> Work:
+        """A message, or two at once."""
 
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """Messages that are under way together; those of this rank to itself match."""
@@ -80,19 +71,15 @@ class CpuRank(Protocol):
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape: ...
 
-    def point(
-        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
-    ) -> _native.Shape: ...
+    def point(self, ends: SendRecv, timeout: float, check: Check) -> _native.Shape: ...
 
     def converted(self, call: Call) -> tuple[Call, Callable[[], None] | None]: ...
 
-    def converted_message(
-        self, send: Buffer | None, dest: int, recv: Buffer | None
-    ) -> tuple[Buffer | None, Buffer | None, Callable[[], None] | None]: ...
+    def converted_message(self, ends: SendRecv) -> tuple[SendRecv, Callable[[], None] | None]: ...
 
     def note(self, call: Call) -> None: ...
 
-    def note_message(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> None: ...
+    def note_message(self, ends: SendRecv) -> None: ...
 
     def close(self) -> None: ...
 

@@ -14,8 +14,8 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import RECV, SEND, Call, Message, describe_message, descriptor, message_key
-from ..calls.buffers import Buffer, read_buffer
+from ..calls import RECV, SEND, Call, Message, SendRecv, descriptor
+from ..calls.buffers import read_buffer
 from ..errors import ClosedError, HetcollError, InitError
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.stall_detector import PATIENCE, StallDetector
@@ -68,19 +68,10 @@ class HostPlans:
             self._engine.remember(*short, shape)
         return shape
 
-    def point(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        timeout: float,
-        check: Check,
-        word: str = "p2p",
-    ) -> _native.Shape:
-        """The bound plan of a message to `dest`, one from `source`, or both at once; of one type. `word` is what both
-        sides call it; only "p2p" is an array's, which the fast path may send."""
-        key = message_key(send, dest, recv, source)
+    def point(self, ends: SendRecv, timeout: float, check: Check, word: str = "p2p") -> _native.Shape:
+        """The bound plan of a message, or of two at once. `word` is what both sides call it; only "p2p" is an array's,
+        which the fast path may send."""
+        key, (send, dest, recv, source) = ends.key, ends
 
         def bind() -> _native.Shape:
             sends, recvs = ((dest,) if send else (), (source,) if recv else ())
@@ -98,9 +89,8 @@ class HostPlans:
                 descriptor=descriptor(f"{word} {key[1].label}"),
                 p2p=True,
             )
-            larger = max(buffer.nbytes for buffer in (send, recv) if buffer)
-            what = describe_message(send, dest, recv, source)
-            self._planner.note(shape.id, f"checksum: {what}" if word == CHECKSUM else what, larger)
+            what = ends.describe()
+            self._planner.note(shape.id, f"checksum: {what}" if word == CHECKSUM else what, ends.nbytes)
             if word == "p2p":
                 self._engine.remember(*key, shape)
             return shape
@@ -196,29 +186,20 @@ class HostExecutor:
             reporter.calls.pop(thread, None)
 
     def exchange(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        stream: object,
-        async_op: bool,
-        seconds: float,
-        *,
-        background: bool = True,
+        self, ends: SendRecv, stream: object, async_op: bool, seconds: float, *, background: bool = True
     ) -> Work:
         """See `executor.Executor`. `background`: a thread of the engine's may help it on."""
         among, finish = None, None
         if self._with_gpus:
             among = self.gpus.among_gpus(seconds)
-            send, recv, finish = among.converted_message(send, dest, recv)
+            ends, finish = among.converted_message(ends)
         plans = among or self.plans
-        with self._inside(describe_message(send, dest, recv, source)):
-            shape = self.prepare(partial(plans.point, send, dest, recv, source, seconds), seconds)
+        with self._inside(ends.describe()):
+            shape = self.prepare(partial(plans.point, ends, seconds), seconds)
             if among is not None:
-                among.note_message(send, dest, recv, source)
-            ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
-            work = self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
+                among.note_message(ends)
+            buffers = (ends.send, ends.recv)
+            work = self._run(shape, *ends.addresses, async_op, seconds, buffers, background=background)
             return finished(work, finish) if finish else work
 
     @contextlib.contextmanager
@@ -238,8 +219,8 @@ class HostExecutor:
         )
         for source, target in zip(outgoing, incoming, strict=True):
             _native.copy_bytes(target.ptr, source.ptr, source.nbytes)
-        others = [m.halves for m in messages if m.peer != self._rank]
-        works = [self.exchange(*halves, None, True, seconds, background=False) for halves in others]
+        others = [m.alone for m in messages if m.peer != self._rank]
+        works = [self.exchange(ends, None, True, seconds, background=False) for ends in others]
         for work in works:
             work.wait()
 
@@ -259,11 +240,10 @@ class HostExecutor:
         self, kind: int, data: np.ndarray[Any, Any], peer: int, seconds: float, word: str, what: str = ""
     ) -> Work:
         message = Message(kind, read_buffer(data, "data", writable=kind == RECV), peer)
-        send, dest, recv, source = message.halves
         with self._inside(what or str(message)):
-            find = partial(self.plans.point, send, dest, recv, source, seconds, word=word)
-            shape, ptr = self.prepare(find, seconds), message.buffer.ptr
-            return self._run(shape, *((ptr, 0) if send else (0, ptr)), word == CHECKSUM, seconds, message.buffer)
+            ends = message.alone
+            shape = self.prepare(partial(self.plans.point, ends, seconds, word=word), seconds)
+            return self._run(shape, *ends.addresses, word == CHECKSUM, seconds, message.buffer)
 
     def explain(self, collective: Collective, nbytes: int) -> str:
         """See `executor.Executor`."""

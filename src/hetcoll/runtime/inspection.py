@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..calls import RECV, SEND, Call, Message, describe_message
+from ..calls import RECV, SEND, Call, Message, SendRecv
 from ..calls.buffers import Buffer
 from ..errors import ArgumentError, HetcollError
 from ..health.diagnosis import Kind
@@ -63,16 +63,7 @@ class Core(Protocol):
 
     def start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work: ...
 
-    def exchange(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        async_op: bool,
-        seconds: float,
-        stream: object,
-    ) -> Work: ...
+    def exchange(self, ends: SendRecv, async_op: bool, seconds: float, stream: object) -> Work: ...
 
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None: ...
 
@@ -140,26 +131,17 @@ class Inspection:
 
         return self._watch(Checked(work, [told.work], look, result.copy if result is not None else None))
 
-    def exchange(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        async_op: bool,
-        seconds: float,
-        stream: object,
-    ) -> Work:
+    def exchange(self, ends: SendRecv, async_op: bool, seconds: float, stream: object) -> Work:
         """As `Core.exchange`."""
-        core, first = self._core, send or recv
-        if self._check is None or self._passes(first, stream, partial(describe_message, send, dest, recv, source)):
-            return core.exchange(send, dest, recv, source, async_op, seconds, stream)
-        assert first is not None
-        on_host = first.device == "cpu"
+        core = self._core
+        if self._check is None or self._passes(ends.first, stream, ends.describe):
+            return core.exchange(ends, async_op, seconds, stream)
+        send, dest, recv, source = ends
+        on_host = ends.first.device == "cpu"
         out = None if send is None else Message(SEND, send, dest)
         words = None if out is None else self.words(out, stream, seconds)
         odd, incoming = "" if words is None else words[1], None
-        start = partial(core.exchange, send, dest, recv, source, async_op or on_host, seconds, stream)
+        start = partial(core.exchange, ends, async_op or on_host, seconds, stream)
         with self._in_order([(SEND, dest)] * (send is not None) + [(RECV, source)] * (recv is not None)):
             work = None if on_host else start()  # GPUs may refuse it
             own: deque[Row] = deque()
@@ -222,7 +204,7 @@ class Inspection:
                     else:
                         incoming.append(self._expect(message, None, seconds, own))
                     if message.buffer.device == "cpu" and message.peer != rank:
-                        works.append(core.host.exchange(*message.halves, None, True, seconds, background=False))
+                        works.append(core.host.exchange(message.alone, None, True, seconds, background=False))
         for each in incoming:
             if each.message.buffer.device != "cpu":
                 self._follow(Checked(each.result.begin(None), [each.work], each.look))

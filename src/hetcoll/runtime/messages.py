@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..calls import RECV, SEND, Message, check_rank
-from ..calls.buffers import Buffer, read_buffer
+from ..calls import RECV, SEND, Message, SendRecv, check_rank
+from ..calls.buffers import read_buffer
 from ..errors import ArgumentError, BufferTypeError
 from ..types import ANY_SOURCE
 from ..work import DONE, Work
@@ -72,7 +72,7 @@ def one_way(
     buffer = read_buffer(buf, "buf", writable=kind == RECV)
     if other == core.rank:
         raise ArgumentError(f"peer: rank {other} is this rank; a message to oneself needs both halves in a group()")
-    return _exchange(core, *Message(kind, buffer, other).halves, async_op, timeout, stream)
+    return _exchange(core, Message(kind, buffer, other).alone, async_op, timeout, stream)
 
 
 def both_ways(
@@ -103,22 +103,13 @@ def both_ways(
         _check_own(core.rank, own)
         core.host.exchange_all(own, core.config.timeout)
         return DONE
-    return _exchange(core, send, to, recv, origin, async_op, timeout, stream)
+    return _exchange(core, SendRecv(send, to, recv, origin), async_op, timeout, stream)
 
 
-def _exchange(
-    core: Core,
-    send: Buffer | None,
-    dest: int,
-    recv: Buffer | None,
-    source: int,
-    async_op: bool,
-    timeout: float | None,
-    stream: object,
-) -> Work:
-    """The slow path of a message to `dest`, one from `source`, or both at once."""
+def _exchange(core: Core, ends: SendRecv, async_op: bool, timeout: float | None, stream: object) -> Work:
+    """The slow path."""
     run = core.exchange if core.inspection is None else core.inspection.exchange
-    return run(send, dest, recv, source, async_op, core.seconds(timeout), stream)
+    return run(ends, async_op, core.seconds(timeout), stream)
 
 
 def _check_own(rank: int, batch: list[Message]) -> None:
