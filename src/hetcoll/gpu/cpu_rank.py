@@ -18,7 +18,8 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import Call, SendRecv, descriptor
+from ..calls import Call, descriptor
+from ..calls.messages import SendRecv
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
 from ..plan.ir import Plan

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import hetcoll._native as _native
 
-from ..calls import Call, Message, SendRecv, descriptor
+from ..calls import Call, descriptor
 from ..calls.buffers import Buffer
+from ..calls.messages import Message, SendRecv
 from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, DeviceError, spell_ranks
 from ..health.all_know import AllKnow

@@ -21,8 +21,9 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import Call, SendRecv
+from ..calls import Call
 from ..calls.buffers import Buffer
+from ..calls.messages import SendRecv
 from ..errors import ArgumentError
 from ..types import FNUZ_OF, OCP_OF, SAME, Collective, DType
 from ..vendors.devices.kernels.source import convert_name

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import hetcoll._native as _native
 
-from ..calls import RECV, SEND, Message, SendRecv
+from ..calls import RECV, SEND
 from ..calls.buffers import Buffer
+from ..calls.messages import Message, SendRecv
 from ..errors import ArgumentError, DeviceError, spell_ranks
 from ..runtime.planner import Planner
 from ..types import DType

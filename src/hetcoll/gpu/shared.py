@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import hetcoll._native as _native
 
-from ..calls import SEND, SendRecv, descriptor
+from ..calls import SEND, descriptor
+from ..calls.messages import SendRecv
 from ..errors import DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site

@@ -16,8 +16,9 @@ import numpy as np
 import hetcoll._native as _native
 
 from .. import calls
-from ..calls import OP_LABELS, Call, Message, SendRecv
+from ..calls import OP_LABELS, Call
 from ..calls.buffers import Buffer
+from ..calls.messages import Message, SendRecv
 from ..config.env import Config
 from ..errors import ArgumentError, DeviceError, InitError
 from ..health.activity import Activity

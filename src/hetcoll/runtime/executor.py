@@ -10,8 +10,9 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import Call, Message, SendRecv
+from ..calls import Call
 from ..calls.buffers import Buffer
+from ..calls.messages import Message, SendRecv
 from ..config.env import Config
 from ..config.limits import Held
 from ..health.diagnosis import Diagnosis

@@ -14,8 +14,9 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import RECV, SEND, Call, Message, SendRecv, descriptor
+from ..calls import RECV, SEND, Call, descriptor
 from ..calls.buffers import read_buffer
+from ..calls.messages import Message, SendRecv
 from ..errors import ClosedError, HetcollError, InitError
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.stall_detector import PATIENCE, StallDetector

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..calls import RECV, SEND, Call, Message, SendRecv
+from ..calls import RECV, SEND, Call
 from ..calls.buffers import Buffer
+from ..calls.messages import Message, SendRecv
 from ..errors import ArgumentError, HetcollError
 from ..health.diagnosis import Kind
 from ..health.status_report import call_site

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..calls import RECV, SEND, Message, SendRecv, check_rank
+from ..calls import RECV, SEND, check_rank
 from ..calls.buffers import read_buffer
+from ..calls.messages import Message, SendRecv
 from ..errors import ArgumentError, BufferTypeError
 from ..types import ANY_SOURCE
 from ..work import DONE, Work

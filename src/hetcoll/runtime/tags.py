@@ -22,8 +22,9 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import RECV, SEND, Message, check_int, check_rank
+from ..calls import RECV, SEND, check_int, check_rank
 from ..calls.buffers import Buffer, read_buffer
+from ..calls.messages import Message
 from ..errors import ArgumentError, ClosedError, HetcollError, PeerLostError
 from ..health.desync_report import Called
 from ..health.diagnosis import Kind
