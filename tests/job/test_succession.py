@@ -177,9 +177,9 @@ def find_strangers(comm: hetcoll.Communicator, live: bool) -> int:
         succession._UNSURE_GRACE = 1.0
         if live:
             succession.listens_locally = lambda _: True
-    lose(comm, 0)
     with strangers:
         try:
+            lose(comm, 0)  # it may be gone before this rank has read that all have come
             rest = comm.shrink()
         except hetcoll.PeerLostError:
             return 0
