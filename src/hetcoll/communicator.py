@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
@@ -482,21 +482,6 @@ class Communicator:
         from .runtime import one_sided  # few jobs need it, and imports count
 
         return one_sided.open_window(self._core, self._make, buf, signals, timeout)
-
-    # What ranks ask each other, out of band.
-
-    def answer(self, question: str, function: Callable[[int], Any]) -> None:
-        """What this rank answers other ranks' `ask`: `function` of the asking rank, quick, from any thread; as JSON."""
-        self._diagnosis.answers[question] = function
-
-    def leave_answers(self, question: str, answers: Sequence[Any]) -> None:
-        """What each rank's `ask` is told once this rank has left in order: to be called before `close`."""
-        self._diagnosis.leave_answers(question, answers)
-
-    def ask(self, question: str, seconds: float) -> dict[int, Any]:
-        """Every rank's answer, out of band, whatever their threads are doing; None from who gave none in `seconds`."""
-        self._host.check_usable()
-        return self._diagnosis.ask(question, seconds)
 
     # Communicators that come from this one.
 

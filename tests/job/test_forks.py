@@ -166,7 +166,6 @@ def refuse_everything(comm: hetcoll.Communicator) -> tuple[int, bool]:
                     lambda: comm.counters(),
                     lambda: comm.explain("allreduce", 4),
                     lambda: comm.shrink(),
-                    lambda: comm.ask("anything", 1.0),
                     lambda: comm.reset_feedback(),
                     lambda: comm.error,
                 ]
