@@ -15,7 +15,7 @@ from definitions import defines
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from plan_executor import execute
-from random_plans import Scene, inputs, play, prove, scene, shape
+from random_plans import Scene, inputs, play, play_all, prove, scene, shape
 from ranks import Ranks
 from thorough import parametrize
 
@@ -29,23 +29,6 @@ Pool = Callable[..., Ranks]
 EXAMPLES = int(os.environ.get("HETCOLL_RANDOM_PLANS", "14"))  # of each transport; more of them make a campaign
 SIZES = range(2, 9)  # one after another, whose ranks stay for all examples of a size
 COUNTS = (3, 40_000)  # of int64: the second is long enough to be lent
-
-
-def _inplace(size: int, turn: int) -> list[bool]:
-    """Nobody, everybody, every second rank."""
-    return [(False, True, rank % 2 == 0)[turn] for rank in range(size)]
-
-
-def _scene(comm: hetcoll.Communicator, played: Scene, counts: tuple[int, ...], rounds: int) -> None:
-    for count in counts:
-        bound = shape(comm, played.plans[comm.rank], count)
-        for turn in range(3 * rounds):
-            given, inplace = inputs(comm.size, count, turn), _inplace(comm.size, turn % 3)
-            if comm.rank == turn % comm.size:
-                time.sleep(0.002)  # someone is late
-            got = play(comm, bound, given[comm.rank], inplace[comm.rank])
-            wanted = played.expected(given, inplace)[comm.rank]
-            np.testing.assert_array_equal(got, wanted, f"{count} elements, in place {inplace}")
 
 
 @parametrize("way", ["shm", "tcp"], first=1)
@@ -62,7 +45,7 @@ def test_random_plans(pool: Pool, way: str) -> None:
         def some(seed: int) -> None:
             found = scene(seed, size)
             assume(found is not None)
-            pool(size, **env).run(_scene, found, COUNTS, 1)
+            pool(size, **env).run(play_all, found, COUNTS)
 
         some()
 
@@ -236,7 +219,7 @@ def _late(comm: hetcoll.Communicator, played: Scene, rounds: int) -> int:
         given = inputs(comm.size, count, turn)
         if comm.rank == comm.size - 1:
             time.sleep(0.01)
-        got = play(comm, bound, given[comm.rank], True, shared=True)
+        got = play(comm, bound, given[comm.rank], True, kind="of Communicator.empty")
         wrong += not np.array_equal(got, played.expected(given, [True] * comm.size)[comm.rank])
     return wrong
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -248,18 +250,48 @@ def shape(comm: hetcoll.Communicator, plan: Plan, count: int) -> _native.Shape:
     return comm._host.prepare(bind, SECONDS)
 
 
+KINDS = ("ordinary", "of Communicator.empty", "registered")  # of memory
+
+
 def play(
-    comm: hetcoll.Communicator, bound: _native.Shape, mine: Array, inplace: bool, *, shared: bool = False
+    comm: hetcoll.Communicator, bound: _native.Shape, mine: Array, inplace: bool, *, kind: str = "ordinary"
 ) -> Array:
-    """One call; what is in the output then. An input that is another memory stays as it was. `shared`: it is of
-    `Communicator.empty`."""
-    send = comm.empty(len(mine), "int64") if shared else np.empty_like(mine)
-    send[:] = mine
-    recv = send if inplace else np.full(len(mine), UNWRITTEN, np.int64)
-    comm._host._run(bound, send.ctypes.data, recv.ctypes.data, False, SECONDS, None)
+    """One call with memory of one of `KINDS`; what is in the output then. An input that is another memory stays as it
+    was."""
+
+    def make(filled: Array | int) -> Array:
+        array = comm.empty(len(mine), "int64") if kind == "of Communicator.empty" else np.empty_like(mine)
+        if kind == "registered":
+            leases.enter_context(comm.register(array))
+        array[:] = filled
+        return array
+
+    with contextlib.ExitStack() as leases:
+        send = make(mine)
+        recv = send if inplace else make(UNWRITTEN)
+        comm._host._run(bound, send.ctypes.data, recv.ctypes.data, False, SECONDS, None)
     if not inplace:
         np.testing.assert_array_equal(send, mine)
     return recv
+
+
+def mixed(size: int, turn: int) -> list[bool]:
+    """In whose place is what is summed: nobody's, everybody's, every second rank's."""
+    return [(False, True, rank % 2 == 0)[turn % 3] for rank in range(size)]
+
+
+def play_all(comm: hetcoll.Communicator, played: Scene, counts: tuple[int, ...], rounds: int = 1) -> None:
+    """Calls of so many elements in place and not, in all kinds of memory, while someone is late; held to NumPy."""
+    for count in counts:
+        bound = shape(comm, played.plans[comm.rank], count)
+        for turn in range(3 * rounds):
+            given, inplace = inputs(comm.size, count, turn), mixed(comm.size, turn)
+            if comm.rank == turn % comm.size:
+                time.sleep(0.002)
+            kind = KINDS[(turn + comm.rank) % len(KINDS)]
+            got = play(comm, bound, given[comm.rank], inplace[comm.rank], kind=kind)
+            wanted = played.expected(given, inplace)[comm.rank]
+            np.testing.assert_array_equal(got, wanted, f"{count} elements, in place {inplace}, memory {kind}")
 
 
 def inputs(size: int, count: int, turn: int) -> list[Array]:

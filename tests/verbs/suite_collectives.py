@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cables import ENDS, Pool, verbs
+from random_plans import play_all, scene
 from reference import Case
 from sweep import KINDS, NAMES, cases_of, check, collectives_of
 
@@ -27,6 +28,15 @@ def test_what_the_library_chooses(pool: Pool, size: int) -> None:
     counts = tuple((7919 * (rank + 1)) % 2003 if rank else 0 for rank in range(size))
     cases += [Case("allgatherv", "int16", counts=counts), Case("reduce_scatterv", "float16", op="avg", counts=counts)]
     check(verbs(pool, size), [*cases, Case("alltoallv", "int32", 4001)], {})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_random_plans(pool: Pool, size: int) -> None:
+    """As over shared memory and TCP: engine/test_random_plans.py."""
+    found = [each for seed in range(3) if (each := scene(seed, size)) is not None]
+    assert found
+    for each in found:
+        verbs(pool, size).run(play_all, each, (3, 40_000))
 
 
 def test_large_messages(pool: Pool) -> None:
