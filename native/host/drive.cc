@@ -198,15 +198,15 @@ void Engine::RingDoorbells() {
     if (t.doorbell->sleeping.load(std::memory_order_relaxed) != 0) doorbell_.Ring(t.local_peer);
   }
   links_.touched.clear();
-  if (loans_ != nullptr && !loans_->returned.empty()) RingLenders();
+  if (borrowed_ != nullptr && !borrowed_->returned.empty()) RingLenders();
 }
 
 // Whose memory is home: it came by another rank.
 void Engine::RingLenders() {
-  for (const int lender : loans_->returned) {
+  for (const int lender : borrowed_->returned) {
     if (segment_->doorbell(lender).sleeping.load(std::memory_order_relaxed) != 0) doorbell_.Ring(lender);
   }
-  loans_->returned.clear();
+  borrowed_->returned.clear();
 }
 
 void Engine::CheckDeparted() {

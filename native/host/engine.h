@@ -286,7 +286,7 @@ class Engine {
   Doorbell doorbell_;
   FaultInjector injector_;
   std::shared_ptr<ShmSegment> segment_;
-  BorrowedBuffers* loans_ = nullptr;  // the segment's
+  BorrowedBuffers* borrowed_ = nullptr;  // the segment's
   std::shared_ptr<Heap> heap_;
   std::shared_ptr<TcpShared> tcp_;
   Mending::Resumed resumed_;  // under mutex_

@@ -23,7 +23,7 @@ void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int>
   segment_ = std::move(segment);
   heap_ = std::make_shared<Heap>(segment_, options_.local_rank);
   own_bell_ = &segment_->doorbell(options_.local_rank);
-  loans_ = &segment_->loans();
+  borrowed_ = &segment_->borrowed();
   segment_->Introduce(options_.local_rank);
   for (int i = 0; i < local_size; ++i) {
     const int peer = local_ranks[static_cast<std::size_t>(i)];

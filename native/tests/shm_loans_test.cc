@@ -54,11 +54,11 @@ void LendOn(Three& three, const Frame& m) {
   three.taken[0].recv->Consume(kBytes);
   CHECK(on.Lent() == 0, "it is not this one's memory");
   CHECK(from.Lent() == kBytes, "its owner has it back when all have read it");
-  CHECK(three.third->loans().returned.empty() && !from.FinalWithoutPeer(), "not before");
+  CHECK(three.third->borrowed().returned.empty() && !from.FinalWithoutPeer(), "not before");
   CHECK(ReceiveAll(*three.got[0].recv, m) == sum, "the sum");
-  CHECK(three.third->loans().returned == std::vector{0}, "its owner is to be told");
+  CHECK(three.third->borrowed().returned == std::vector{0}, "its owner is to be told");
   CHECK(from.Lent() == 0 && from.FinalWithoutPeer() && on.Lent() == 0, "it is home");
-  three.third->loans().returned.clear();
+  three.third->borrowed().returned.clear();
 }
 
 // What may not be lent on: what its owner still reads, parts, and what was shown before.

@@ -94,7 +94,7 @@ void HandOn(const ShmOptions& options) {
   for (unsigned round = 0; round < 300; ++round) {
     const Bytes there = Pattern(kBytes, round), back = Pattern(kBytes, round + 1000);
     CHECK(SendAll(*pair.a[0].send, mutual, there) == kBytes, "round %u", round);
-    CHECK(place(pair, round) == ShmPlace::kHanded, "round %u", round);
+    CHECK(place(pair, round) == ShmPlace::kRecycledSlot, "round %u", round);
     const std::uint64_t slot = pair.line(0, round).where.offset;
     CHECK(ReceiveAll(*pair.b[0].recv, mutual) == there, "round %u", round);
     CHECK(SendAll(*pair.b[0].send, mutual, back) == kBytes, "round %u", round);
@@ -106,7 +106,7 @@ void HandOn(const ShmOptions& options) {
   for (unsigned i = 0; i < 200; ++i) {
     const Bytes data = Pattern(kBytes, i);
     CHECK(SendAll(*oneway.a[0].send, mutual, data) == kBytes, "message %u", i);
-    CHECK(place(oneway, i) == (i < kHands ? ShmPlace::kHanded : ShmPlace::kSlot), "message %u", i);
+    CHECK(place(oneway, i) == (i < kRecycled ? ShmPlace::kRecycledSlot : ShmPlace::kSlot), "message %u", i);
     CHECK(ReceiveAll(*oneway.b[0].recv, mutual) == data, "message %u", i);
   }
   // A message of more than all slots, while the other one comes: it waits for slots a while, and never for ever.
@@ -120,7 +120,7 @@ void HandOn(const ShmOptions& options) {
   const std::ptrdiff_t begun = both.b[0].recv->Pull(lengthy, 0, got.data(), kLong, false);
   CHECK(begun == kRing / 8 && !both.b[0].send->Silent(), "a slot: %zd", begun);
   std::size_t sent = SendAll(*both.b[0].send, lengthy, back);
-  CHECK(sent == (kHands + 1) * (kRing / 8), "the slots that it has, and then it waits: %zu", sent);
+  CHECK(sent == (kRecycled + 1) * (kRing / 8), "the slots that it has, and then it waits: %zu", sent);
   CHECK(both.b[0].send->Silent(), "nothing tells when to go on, so nobody may fall asleep over it");
   for (int call = 0; call < 1000 && sent < kLong; ++call) {
     const std::ptrdiff_t n = both.b[0].send->Push(lengthy, sent, back.data() + sent, kLong - sent);
@@ -137,12 +137,12 @@ void HandOn(const ShmOptions& options) {
   CHECK(got == there && ReceiveAll(*both.a[0].recv, lengthy) == back, "both came");
   // A slot that its sender has given away already.
   Pair twice(kRing, options);
-  for (std::size_t i = 0; i <= kHands; ++i) {
+  for (std::size_t i = 0; i <= kRecycled; ++i) {
     CHECK(SendAll(*twice.a[0].send, Frame{1, 100, true, -1, Use::kExchanged, true}, Pattern(100, 1)) == 100, "sent");
     ShmLine& line = twice.line(0, i);
-    line.place = int(ShmPlace::kHanded), line.where.offset = 0;
+    line.place = int(ShmPlace::kRecycledSlot), line.where.offset = 0;
     const FaultKind kind = KindOf([&] { static_cast<void>(ReceiveAll(*twice.b[0].recv, Frame{1, 100})); });
-    CHECK(kind == (i < kHands ? FaultKind::kNone : FaultKind::kCorrupt), "slot %zu: kind %d", i, int(kind));
+    CHECK(kind == (i < kRecycled ? FaultKind::kNone : FaultKind::kCorrupt), "slot %zu: kind %d", i, int(kind));
   }
 }
 
@@ -279,7 +279,8 @@ void BadHeaders() {
       {"back on a channel below", [](ShmLine& l) { l.place = int(ShmPlace::kReturned), l.where.channel = -1; }},
       {"back behind the ring",
        [](ShmLine& l) { l.place = int(ShmPlace::kReturned), l.where.channel = 0, l.where.offset = 1 << 30; }},
-      {"in a slot that is none", [](ShmLine& l) { l.place = int(ShmPlace::kHanded), l.where.offset = 2 * kHands; }},
+      {"in a slot that is none",
+       [](ShmLine& l) { l.place = int(ShmPlace::kRecycledSlot), l.where.offset = 2 * kRecycled; }},
       {"too long for a line", [](ShmLine& l) { l.place = int(ShmPlace::kLine); }},
       {"nowhere", [](ShmLine& l) { l.place = 77; }},
   };

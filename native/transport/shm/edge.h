@@ -23,8 +23,8 @@ struct Edge {
   Edge(std::byte* at, const ShmLayout& layout)
       : credit(reinterpret_cast<ShmCredit*>(at)),
         lines(reinterpret_cast<ShmLine*>(at + sizeof(ShmCredit))),
-        hands(at + sizeof(ShmCredit) + kLines * sizeof(ShmLine)),
-        data(hands + kHands * layout.hand_bytes),
+        recycled(at + sizeof(ShmCredit) + kLines * sizeof(ShmLine)),
+        data(recycled + kRecycled * layout.recycled_bytes),
         capacity(layout.ring_bytes) {}
 
   // Has the kernel map all pages now and at once, instead of one page fault for each 4 KiB of the first messages. Older
@@ -43,7 +43,7 @@ struct Edge {
 
   ShmCredit* credit;
   ShmLine* lines;
-  std::byte* hands;  // where its slots that change hands begin
+  std::byte* recycled;  // where its slots that change hands begin
   std::byte* data;
   std::size_t capacity;
   bool prepared = false;
@@ -51,17 +51,17 @@ struct Edge {
 
 // Slots that change hands: whoever has read one fills it next. Its lines are in the reader's cache by then, so of the
 // two journeys that a line of a ring makes for each message, there and back, one is spared. Between two ranks and on
-// one channel there are 2 * kHands, half of which are either's at first. They are used where messages go both ways, and
-// run out where more go one way: then there is the ring.
+// one channel there are 2 * kRecycled, half of which are either's at first. They are used where messages go both ways,
+// and run out where more go one way: then there is the ring.
 class RecycledSlots {
  public:
   RecycledSlots(const ShmSegment& segment, int me, int other, int channel) {
     const int low = std::min(me, other), high = std::max(me, other);
-    const std::size_t bytes = segment.layout().hand_bytes;
-    for (std::size_t i = 0; i < kHands; ++i) {
-      slots_[i] = Edge(segment, low, high, channel).hands + i * bytes;
-      slots_[kHands + i] = Edge(segment, high, low, channel).hands + i * bytes;
-      mine_[i] = static_cast<std::uint8_t>(i + (me == low ? 0 : kHands));
+    const std::size_t bytes = segment.layout().recycled_bytes;
+    for (std::size_t i = 0; i < kRecycled; ++i) {
+      slots_[i] = Edge(segment, low, high, channel).recycled + i * bytes;
+      slots_[kRecycled + i] = Edge(segment, high, low, channel).recycled + i * bytes;
+      mine_[i] = static_cast<std::uint8_t>(i + (me == low ? 0 : kRecycled));
     }
   }
 
@@ -79,16 +79,16 @@ class RecycledSlots {
   bool midway = false;  // a message has come in part, so more of it is sure to come
 
  private:
-  std::array<std::byte*, 2 * kHands> slots_{};
-  std::array<std::uint8_t, 2 * kHands> mine_{};
-  std::size_t count_ = kHands;
+  std::array<std::byte*, 2 * kRecycled> slots_{};
+  std::array<std::uint8_t, 2 * kRecycled> mine_{};
+  std::size_t count_ = kRecycled;
 };
 
 // What the ends of one rank toward one peer know of each other, so that a fragment can come and go back in one slot.
 struct Neighbour {
   Neighbour(const ShmSegment& segment, int me, int other)
-      : hands{RecycledSlots(segment, me, other, 0), RecycledSlots(segment, me, other, 1),
-              RecycledSlots(segment, me, other, 2)} {
+      : recycled{RecycledSlots(segment, me, other, 0), RecycledSlots(segment, me, other, 1),
+                 RecycledSlots(segment, me, other, 2)} {
     static_assert(kChannels == 3);
   }
 
@@ -100,7 +100,7 @@ struct Neighbour {
     std::uint64_t fragment = 0;
   };
   std::array<Open, kChannels> open;
-  std::array<RecycledSlots, kChannels> hands;
+  std::array<RecycledSlots, kChannels> recycled;
   // For each header line of the sending end of a channel: the last fragment there whose return was read, plus one.
   std::array<std::array<std::uint64_t, kLines>, kChannels> home{};
 };

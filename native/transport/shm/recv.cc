@@ -22,11 +22,11 @@ class ShmRecv final : public RecvEnd {
         policy_(segment.policy()),
         neighbour_(std::move(neighbour)),
         open_(neighbour_->open[static_cast<std::size_t>(channel)]),
-        hand_(neighbour_->hands[static_cast<std::size_t>(channel)]),
-        hand_bytes_(segment.layout().hand_bytes),
+        recycled_(neighbour_->recycled[static_cast<std::size_t>(channel)]),
+        recycled_bytes_(segment.layout().recycled_bytes),
         memory_(segment.owner(other), peer),
         segment_(segment),
-        loans_(segment.loans()),
+        borrowed_(segment.borrowed()),
         least_private_(segment.weighs() ? ProtocolChoice::kLeast
                                         : PrivateLengths(segment.reads(), segment.policy()).Least()),
         peer_(peer),
@@ -58,7 +58,7 @@ class ShmRecv final : public RecvEnd {
     if (place_ >= ShmPlace::kReturned) GiveBack(line.where);
     opened_ = false;
     edge_.credit->lines.store(++seen_, std::memory_order_release);
-    hand_.midway = more_;
+    recycled_.midway = more_;
   }
 
   bool Far() const override { return place_ != ShmPlace::kPrivate && !policy_.claims(); }
@@ -120,9 +120,9 @@ class ShmRecv final : public RecvEnd {
         if (edge_.credit->reads.load(std::memory_order_relaxed) != 1) break;
         address_ = where.offset;
         return;
-      case ShmPlace::kHanded:
-        if (where.offset >= 2 * kHands || size_ > hand_bytes_) break;
-        data_ = hand_.slot(where.offset);
+      case ShmPlace::kRecycledSlot:
+        if (where.offset >= 2 * kRecycled || size_ > recycled_bytes_) break;
+        data_ = recycled_.slot(where.offset);
         return;
     }
     throw Corrupt("a fragment lies nowhere");
@@ -151,13 +151,13 @@ class ShmRecv final : public RecvEnd {
     const bool by_line = where.fragment < layout.HeapOffset(0) && where.fragment % sizeof(ShmLine) == 0;
     if (lender_ < 0 || size_ > layout.total_bytes - where.offset || !by_line) return false;
     data_ = base_ + where.offset;
-    if (where.gives) loans_.Show(data_, size_, line);
+    if (where.gives) borrowed_.Show(data_, size_, line);
     return true;
   }
 
   // Whose memory it is may not have failed. Who only lent it on may: that one's call may be over, and it may have left.
   [[gnu::noinline]] void CheckValid() {
-    loans_.data = nullptr;
+    borrowed_.data = nullptr;
     (place_ == ShmPlace::kLent ? PrivateMemory(segment_.owner(lender_), peer_) : memory_).CheckValid();
   }
 
@@ -168,8 +168,8 @@ class ShmRecv final : public RecvEnd {
     } else if (place_ == ShmPlace::kLent && where.fragment != 0 && !where.kept) {
       auto* line = reinterpret_cast<ShmLine*>(base_ + where.fragment);
       std::atomic_ref(line->where.home).store(true, std::memory_order_release);
-      loans_.returned.push_back(lender_);
-    } else if (place_ == ShmPlace::kHanded && !hand_.Give(where.offset)) {
+      borrowed_.returned.push_back(lender_);
+    } else if (place_ == ShmPlace::kRecycledSlot && !recycled_.Give(where.offset)) {
       throw Corrupt("a slot came twice");
     }
   }
@@ -185,7 +185,7 @@ class ShmRecv final : public RecvEnd {
   // Of the first fragment of a message: whether the message is timed. If so, that begins now.
   bool Times(const Message& m, const ShmLine& line) {
     read_ = place_ == ShmPlace::kPrivate;
-    if (!read_ && place_ != ShmPlace::kSlot && place_ != ShmPlace::kHanded) return false;
+    if (!read_ && place_ != ShmPlace::kSlot && place_ != ShmPlace::kRecycledSlot) return false;
     const ShmLine::Where& where = line.where;
     if (where.band < 0 || where.band >= ProtocolChoice::kBands) return false;
     band_ = where.band;
@@ -220,11 +220,11 @@ class ShmRecv final : public RecvEnd {
   StorePolicy& policy_;
   std::shared_ptr<Neighbour> neighbour_;
   Neighbour::Open& open_;  // ours, for the sending ends
-  RecycledSlots& hand_;
-  std::size_t hand_bytes_;
+  RecycledSlots& recycled_;
+  std::size_t recycled_bytes_;
   PrivateMemory memory_;
   const ShmSegment& segment_;
-  BorrowedBuffers& loans_;
+  BorrowedBuffers& borrowed_;
   int lender_ = 0;  // whose what lies on a heap is
   std::size_t least_private_;
   ProtocolChoice ways_;

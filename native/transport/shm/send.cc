@@ -13,7 +13,7 @@ namespace {
 // Shorter messages are copied: waiting until the peer has read them would cost more.
 constexpr std::size_t kLendBytes = 16 << 10;
 constexpr std::size_t kLentFragment = 256 << 10;
-constexpr int kHandPatience = 100;  // calls, of some 40 ns each, until the ring is taken instead
+constexpr int kRecycledPatience = 100;  // calls, of some 40 ns each, until the ring is taken instead
 constexpr std::size_t kReservedWindow = 256
                                         << 10;  // of a reduction whose sum is sent on; its length is not known there
 
@@ -34,11 +34,11 @@ class ShmSend final : public SendEnd {
         private_(segment.reads(), segment.policy()),
         weighs_(segment.weighs()),
         pages_(segment.pages()),
-        loans_(segment.loans()),
+        borrowed_(segment.borrowed()),
         neighbour_(std::move(neighbour)),
         channel_(channel),
-        hand_(neighbour_->hands[static_cast<std::size_t>(channel)]),
-        hand_bytes_(segment.layout().hand_bytes),
+        recycled_(neighbour_->recycled[static_cast<std::size_t>(channel)]),
+        recycled_bytes_(segment.layout().recycled_bytes),
         base_(segment.base()),
         heap_(segment.base() + segment.layout().HeapOffset(me)),
         heap_bytes_(segment.layout().heap_bytes) {}
@@ -60,7 +60,7 @@ class ShmSend final : public SendEnd {
 
   // Nothing while slots are written around the cache: what a kernel stores there goes through it.
   std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) override {
-    lent_on_ = from != nullptr && loans_.data == from && loans_.n == n && LineFree();
+    lent_on_ = from != nullptr && borrowed_.data == from && borrowed_.n == n && LineFree();
     if (lent_on_) return const_cast<std::byte*>(from);
     if (n <= kInlineBytes || OnHeap(data)) return nullptr;
     returned_ = -1;
@@ -81,8 +81,8 @@ class ShmSend final : public SendEnd {
     ShmPlace place = ShmPlace::kSlot;
     ShmLine::Where& where = Line().where;
     if (lent_on_) {
-      ShmLine::Where& lent = loans_.line->where;
-      const auto line = static_cast<std::uint64_t>(reinterpret_cast<std::byte*>(loans_.line) - base_);
+      ShmLine::Where& lent = borrowed_.line->where;
+      const auto line = static_cast<std::uint64_t>(reinterpret_cast<std::byte*>(borrowed_.line) - base_);
       where = {.offset = lent.offset, .fragment = lent.fragment != 0 ? lent.fragment : line, .gives = true};
       place = ShmPlace::kLent;
       lent.kept = true;
@@ -159,16 +159,16 @@ class ShmSend final : public SendEnd {
   // As many fragments as we have slots to give away; 0 where there are none and others are better not waited for.
   std::ptrdiff_t HandOver(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
     std::size_t taken = 0;
-    for (; taken < n && !hand_.empty() && LineFree(); waited_ = 0) {
-      const std::size_t part = std::min(hand_bytes_, n - taken);
-      const std::uint8_t slot = hand_.Take();
+    for (; taken < n && !recycled_.empty() && LineFree(); waited_ = 0) {
+      const std::size_t part = std::min(recycled_bytes_, n - taken);
+      const std::uint8_t slot = recycled_.Take();
       Line().where = {slot, 0, -1};
-      Fill(m, at + taken, hand_.slot(slot), data + taken, part);
-      Publish(ShmPlace::kHanded, m, part);
+      Fill(m, at + taken, recycled_.slot(slot), data + taken, part);
+      Publish(ShmPlace::kRecycledSlot, m, part);
       taken += part;
     }
     if (taken > 0) return static_cast<std::ptrdiff_t>(taken);
-    const bool worth = m.may_lend && hand_.empty() && hand_.midway && waited_ < kHandPatience;
+    const bool worth = m.may_lend && recycled_.empty() && recycled_.midway && waited_ < kRecycledPatience;
     waited_ = worth ? waited_ + 1 : 0;
     return worth ? kWouldBlock : 0;
   }
@@ -269,11 +269,11 @@ class ShmSend final : public SendEnd {
   PrivateLengths private_;
   bool weighs_;
   OwnPages& pages_;
-  BorrowedBuffers& loans_;
+  BorrowedBuffers& borrowed_;
   std::shared_ptr<Neighbour> neighbour_;
   int channel_;
-  RecycledSlots& hand_;
-  std::size_t hand_bytes_;
+  RecycledSlots& recycled_;
+  std::size_t recycled_bytes_;
   int waited_ = 0;               // calls since one had a slot to give away
   std::uint64_t sent_ = 0;       // fragments published
   std::uint64_t reclaimed_ = 0;  // fragments whose line and slot are free again

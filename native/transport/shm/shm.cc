@@ -21,7 +21,7 @@ namespace {
 // Of all ranks of a host together. Address space only, but valgrind refuses to map more than 32 GiB at once.
 constexpr std::size_t kHeapBytes = std::size_t{24} << 30;
 constexpr std::size_t kLeastHeapBytes = std::size_t{1} << 30;
-constexpr std::size_t kMostHandBytes = std::size_t{256} << 10;
+constexpr std::size_t kMostRecycledBytes = std::size_t{256} << 10;
 
 SlotStores Settle(SlotStores stores) {
   static const bool amd = cpu::IsAmd();
@@ -77,8 +77,8 @@ void StorePolicy::Copy(std::byte* slot, const std::byte* data, std::size_t n) {
 ShmLayout::ShmLayout(int local, std::size_t ring, std::size_t most_heap)
     : local_size(local),
       ring_bytes(ring),
-      hand_bytes(std::min(kMostHandBytes, AlignUp(ring / 8, kLineBytes))),
-      edge_bytes(sizeof(ShmCredit) + kLines * sizeof(ShmLine) + kHands * hand_bytes + ring),
+      recycled_bytes(std::min(kMostRecycledBytes, AlignUp(ring / 8, kLineBytes))),
+      edge_bytes(sizeof(ShmCredit) + kLines * sizeof(ShmLine) + kRecycled * recycled_bytes + ring),
       heap_bytes(HeapBytes(local, most_heap)),
       total_bytes(HeapOffset(local)) {}
 

@@ -35,10 +35,11 @@ inline constexpr std::size_t kInlineBytes = 40;
 //   kReturned  the receiver's own ring   in that ring     its index, sent out     -
 //   kLent      its owner's heap          in the segment   the owner's line or 0  `home`: the last one has read it
 //   kPrivate   the sender's process      the address      -                      -
-//   kHanded    a slot that is given      its number       -                      - (the slot is the receiver's now)
+//   kRecycledSlot    a slot that is given      its number       -                      - (the slot is the receiver's
+//   now)
 //
-// See private.h for kPrivate and edge.h for kHanded.
-enum class ShmPlace : std::uint8_t { kLine, kSlot, kReturned, kLent, kPrivate, kHanded };
+// See private.h for kPrivate and edge.h for kRecycledSlot.
+enum class ShmPlace : std::uint8_t { kLine, kSlot, kReturned, kLent, kPrivate, kRecycledSlot };
 
 struct alignas(64) ShmLine {
   struct Where {
@@ -96,14 +97,14 @@ struct ShmLayout {
 
   int local_size;
   std::size_t ring_bytes;
-  std::size_t hand_bytes;  // of a slot that changes hands
+  std::size_t recycled_bytes;  // of a slot that changes hands
   std::size_t edge_bytes;
   std::size_t heap_bytes;  // one rank's: address space, not memory
   std::size_t total_bytes;
 };
 
 inline constexpr std::uint64_t kLines = 64;
-inline constexpr std::size_t kHands = 2;  // slots that change hands, of each direction and channel at first
+inline constexpr std::size_t kRecycled = 2;  // slots that change hands, of each direction and channel at first
 
 enum class SlotStores : int { kAuto, kCached, kStreaming, kClaimed };  // as in Python: env.py
 
@@ -182,7 +183,7 @@ class ShmSegment {
   // Whether ProtocolChoice chooses.
   bool weighs() const { return options_.weighs && options_.reads == PrivateReads::kAuto && !policy_->claims(); }
   OwnPages& pages() const { return *pages_; }
-  BorrowedBuffers& loans() const { return *loans_; }
+  BorrowedBuffers& borrowed() const { return *borrowed_; }
 
  private:
   ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options);
@@ -190,7 +191,7 @@ class ShmSegment {
   ShmOptions options_;
   std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>(options_.stores);
   std::unique_ptr<OwnPages> pages_ = std::make_unique<OwnPages>();
-  std::unique_ptr<BorrowedBuffers> loans_ = std::make_unique<BorrowedBuffers>();
+  std::unique_ptr<BorrowedBuffers> borrowed_ = std::make_unique<BorrowedBuffers>();
   ShmLayout layout_;
   std::shared_ptr<std::byte> base_;
   std::unique_ptr<std::uint64_t> token_ = std::make_unique<std::uint64_t>(0);

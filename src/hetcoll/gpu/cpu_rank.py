@@ -99,18 +99,18 @@ class CpuRank:
 
     def converted(self, call: Call) -> tuple[Call, Callable[[], None] | None]:
         """The call to make instead, and what is to be done once it is complete: see `float8`."""
-        passage = float8.Float8Conversion.of_call(call, self._wiring.rank) if self.two_kinds else None
-        if passage is None:
+        conversion = float8.Float8Conversion.of_call(call, self._wiring.rank) if self.two_kinds else None
+        if conversion is None:
             return call, None
-        send, recv, finish = float8.on_host(passage)
+        send, recv, finish = float8.on_host(conversion)
         return replace(call, send=send, recv=recv, dtype=OCP_OF.get(call.dtype, call.dtype)), finish
 
     def converted_message(self, ends: SendRecv) -> tuple[SendRecv, Callable[[], None] | None]:
         """The same for messages."""
-        passage = float8.Float8Conversion.of_message(ends, self._wiring.rank) if self.two_kinds else None
-        if passage is None:
+        conversion = float8.Float8Conversion.of_message(ends, self._wiring.rank) if self.two_kinds else None
+        if conversion is None:
             return ends, None
-        send, recv, finish = float8.on_host(passage)
+        send, recv, finish = float8.on_host(conversion)
         return ends._replace(send=send, recv=recv), finish
 
     def note(self, call: Call) -> None:

@@ -195,10 +195,10 @@ class GpuExecutor:
         """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
         handle = self.stream(stream, sendbuf=call.send, recvbuf=call.recv)
         self._edges.seconds = seconds
-        passage = None if self._float8 is None else float8.Float8Conversion.of_call(call, self._wiring.rank)
-        if self._float8 is None or passage is None:
+        conversion = None if self._float8 is None else float8.Float8Conversion.of_call(call, self._wiring.rank)
+        if self._float8 is None or conversion is None:
             return self._launch(call, handle, async_op, seconds)
-        with self._float8.around(passage, handle, async_op) as (send, recv, on):
+        with self._float8.around(conversion, handle, async_op) as (send, recv, on):
             dtype = OCP_OF.get(call.dtype, call.dtype)
             self._launch(replace(call, send=send, recv=recv, dtype=dtype), on, False, seconds, again=False)
         return GpuWork(self, (call.send, call.recv), call.collective.label)

@@ -126,24 +126,24 @@ class OnGpu:
 
     @contextlib.contextmanager
     def around(
-        self, passage: Float8Conversion, stream: int, async_op: bool
+        self, conversion: Float8Conversion, stream: int, async_op: bool
     ) -> Iterator[tuple[Buffer | None, Buffer | None, int]]:
         """What to call with instead; the block enqueues the call on the stream given, which then waits for it."""
-        device, fnuz = self._device, passage.dtype in OCP_OF
+        device, fnuz = self._device, conversion.dtype in OCP_OF
         if device.capturing(stream):
             raise ArgumentError("stream: a graph is being captured on it; 8-bit floats are not converted inside one")
-        if fnuz and (passage.nbytes > self._nbytes or not self._memory):
-            self._nbytes = max(passage.nbytes, 2 * self._nbytes, _GRAIN)
+        if fnuz and (conversion.nbytes > self._nbytes or not self._memory):
+            self._nbytes = max(conversion.nbytes, 2 * self._nbytes, _GRAIN)
             self._memory.append(device.allocate(self._nbytes))  # streams may still use the old one
         if async_op:
             device.record(self._begun, stream)
             stream = self._stream
             device.wait(stream, self._begun)
         device.wait(stream, self._ended)
-        send, recv = passage.staged(self._memory[-1]) if fnuz else (None, None)
-        self._run(passage.before(send), stream)
-        yield (send, recv, stream) if fnuz else (passage.send, passage.recv, stream)
-        self._run(passage.after(recv), stream)
+        send, recv = conversion.staged(self._memory[-1]) if fnuz else (None, None)
+        self._run(conversion.before(send), stream)
+        yield (send, recv, stream) if fnuz else (conversion.send, conversion.recv, stream)
+        self._run(conversion.after(recv), stream)
         device.record(self._ended, stream)
 
     def _run(self, step: tuple[int, int, int, DType, DType] | None, stream: int) -> None:
@@ -173,16 +173,16 @@ class OnGpu:
             self._device.free(at)
 
 
-def on_host(passage: Float8Conversion) -> tuple[Buffer | None, Buffer | None, Callable[[], None]]:
+def on_host(conversion: Float8Conversion) -> tuple[Buffer | None, Buffer | None, Callable[[], None]]:
     """The same on a processor, before the call: what to call with instead, and what to do once it is complete."""
-    fnuz = passage.dtype in OCP_OF
-    memory = np.empty(passage.nbytes if fnuz else 0, np.uint8)
-    send, recv = passage.staged(int(memory.ctypes.data), memory) if fnuz else (None, None)
-    if (step := passage.before(send)) is not None:
+    fnuz = conversion.dtype in OCP_OF
+    memory = np.empty(conversion.nbytes if fnuz else 0, np.uint8)
+    send, recv = conversion.staged(int(memory.ctypes.data), memory) if fnuz else (None, None)
+    if (step := conversion.before(send)) is not None:
         _native.convert_float8(*step)
 
     def finish() -> None:
-        if (step := passage.after(recv)) is not None:
+        if (step := conversion.after(recv)) is not None:
             _native.convert_float8(*step)
 
-    return (*((send, recv) if fnuz else (passage.send, passage.recv)), finish)
+    return (*((send, recv) if fnuz else (conversion.send, conversion.recv)), finish)

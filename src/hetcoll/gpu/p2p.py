@@ -84,11 +84,11 @@ class GpuMessages:
         handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
         if async_op and (send is None or recv is None or self._by_kernel(ends)):
             handle, async_op = self._lane(dest if send else -1, source if recv else -1, handle)
-        passage = None if self._convert is None else float8.Float8Conversion.of_message(ends, self._share.rank)
-        if self._convert is None or passage is None:
+        conversion = None if self._convert is None else float8.Float8Conversion.of_message(ends, self._share.rank)
+        if self._convert is None or conversion is None:
             self._enqueue(ends, handle, async_op, seconds)
         else:
-            with self._convert.around(passage, handle, async_op) as (out, into, on):
+            with self._convert.around(conversion, handle, async_op) as (out, into, on):
                 self._enqueue(SendRecv(out, dest, into, source), on, False, seconds, again=False)
         return GpuWork(self._path, (send, recv), _MESSAGE)
 

@@ -15,7 +15,7 @@ _STAGGER = 0.5  # seconds between the first and the last of many stuck ranks to 
 _LONGEST_PAUSE = 30.0
 
 
-class Inquiry(Protocol):
+class Asker(Protocol):
     """What a `StallDetector` needs of the communicator's `Diagnosis`: to ask all ranks, and to tell the user."""
 
     def look(self, before: Answers, deadline: float) -> Answers: ...
@@ -30,7 +30,7 @@ class StallDetector:
     After `warn_after` seconds one of them, the first that waits, logs a warning, once a call.
     """
 
-    def __init__(self, diagnosis: Inquiry, turn: float, waited: float, deadline: float, warn_after: float) -> None:
+    def __init__(self, diagnosis: Asker, turn: float, waited: float, deadline: float, warn_after: float) -> None:
         self._diagnosis, self._deadline = diagnosis, deadline
         self._warn_at = time.monotonic() - waited + warn_after + _STAGGER * turn if warn_after else math.inf
         self._start = time.monotonic() - waited

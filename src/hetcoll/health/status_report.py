@@ -1,4 +1,4 @@
-"""What this rank tells about its own calls when others ask (`inquiry`), from the thread of its control connection."""
+"""What this rank tells about its own calls when others ask (`desync_report`), from its control connection's thread."""
 
 from __future__ import annotations
 

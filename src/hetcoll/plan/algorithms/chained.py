@@ -3,10 +3,10 @@
 Of what all have copied somewhere no cache is left by the time that all have had their turn, which is what `staged`
 does. Here a stretch is cut into a share for each core. A share goes from rank to rank: each writes the sum of what the
 last one left and of its own input, where the next one reads it. As such a sum is only sent on, the engine leaves it
-where its first summand lies (`Loans` in native/transport/shm/shm.h): in the scratch memory of the first rank, to which
-all but the last add. So input is read once and copied nowhere, and what was written is read by whoever has the next
-turn, on the same core first: the chains begin on different ones, and ranks are dealt to cores in turn. The last rank's
-sum is read by all where it lies.
+where its first summand lies (`BorrowedBuffers` in native/transport/shm/shm.h): in the scratch memory of the first rank,
+to which all but the last add. So input is read once and copied nowhere, and what was written is read by whoever has the
+next turn, on the same core first: the chains begin on different ones, and ranks are dealt to cores in turn. The last
+rank's sum is read by all where it lies.
 """
 
 from __future__ import annotations
