@@ -16,6 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -219,6 +220,8 @@ class Boundary:
         self.island, self.place = divmod(rank, self.half)
         self.other = (rank + self.half) % size
         self.lanes: dict[LaneName, Lane] = {}
+        nobody = SimpleNamespace(answers={}, leave_answers=lambda *_: None)  # asks: no receive is from any source
+        self._core = SimpleNamespace(diagnosis=nobody)
 
     def _cross(self, out: Tensor, into: Tensor) -> None:
         """`out` to the other island's rank of this place, `into` from there."""
@@ -289,12 +292,6 @@ class Boundary:
             HERE.lane.nccl.recv([buffer], peer % self.half, 0).wait()
         else:
             HERE.lane.exchange([(None, each) for each in chunks(buffer)], peer)
-
-    def answer(self, question: str, function: Callable[[int], Any]) -> None:
-        """No rank asks: no receive is from any source."""
-
-    def leave_answers(self, question: str, answers: Sequence[Any]) -> None:
-        """See `answer`."""
 
     def close(self) -> None:
         for lane in self.lanes.values():

@@ -67,15 +67,13 @@ class Comm:
 
     def __init__(self, notes: Notes, here: list[Stream]) -> None:
         self.notes, self.here = notes, here
+        self._core = SimpleNamespace(diagnosis=SimpleNamespace(answers={}))  # no rank asks
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
         self.notes.append("group begins")
         yield
         self.notes.append("group ends")
-
-    def answer(self, question: str, function: Any) -> None:
-        """No rank asks."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **how: self.notes.append(f"{name} on {self.here[-1].name}")

@@ -17,6 +17,7 @@ from device_checks import Capture
 from dlpack_arrays import Quick
 from gpu_calls import device_of_rank
 from gpu_kinds import VENDOR, device_of, start
+from losing import await_stopped
 from on_gpu import KINDS
 from patience import PATIENCE
 from ranks import Ranks, wait_until
@@ -247,6 +248,7 @@ def test_a_window_is_given_back_when_nobody_reads_it(placed: Start, kinds: str) 
     ranks = placed(kinds, HETCOLL_ALGO=DIRECT)
     ranks.start(close_early)
     wait_until(lambda: "called" in ranks.output(0), 60)
+    await_stopped(ranks.pid(1))
     ranks.signal(1, signal.SIGCONT)
     for outcome in ranks.finish():
         assert outcome.error is None, outcome.trace

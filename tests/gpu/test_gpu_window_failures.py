@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from device_checks import Capture
 from gpu_kinds import Own, device_of, start
+from losing import await_stopped
 from ranks import Ranks, wait_until
 from verdicts import check_lost
 
@@ -165,6 +166,7 @@ def test_closing_under_an_answer(placed: Start, kinds: str) -> None:
     ranks = placed(kinds)
     ranks.start(slow_reader)
     wait_until(lambda: "closed" in ranks.output(0), 60)
+    await_stopped(ranks.pid(1))
     ranks.signal(1, signal.SIGCONT)
     for outcome in ranks.finish():
         assert outcome.error is None, outcome.trace
