@@ -146,6 +146,19 @@ def test_shared_memory_and_tcp_in_one_communicator(pool: Pool, hosts: str) -> No
     assert set(ranks.run(transports)) <= {("shm", "tcp"), ("tcp",)}
 
 
+FORTY = tuple("a" * 7 + "b" * 9 + "c" * 11 + "d" * 13)
+
+
+@pytest.mark.calm
+@parametrize("algo", [None, *collectives_names("allreduce", 4)], first=0)
+def test_forty_ranks_on_hosts_of_any_sizes(pool: Pool, algo: str | None) -> None:
+    """Hosts of 7, 9, 11 and 13 ranks."""
+    cases = [Case("allreduce", "float32", 1 << 18)]
+    if algo is None:
+        cases += [Case(kind.label, "int32", 1009, root=17 if kind in ROOTED else 0) for kind in KINDS]
+    check(pool(len(FORTY), HETCOLL_HOST_ID=FORTY), cases, {} if algo is None else {"algo": algo})
+
+
 @parametrize("hosts", HOSTS.values(), ids=HOSTS, first=1)
 def test_every_algorithm_among_hosts(pool: Pool, hosts: str) -> None:
     """By name, with few bytes, for which hosts are led, and with many."""
