@@ -140,6 +140,23 @@ def test_a_file_that_is_wrong_ends_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.calm
+def test_what_is_chosen_is_judged_by_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model's choices and those of the file until now, over the fastest."""
+    shape, sizes = tuned.Placed((2,), 2, "shm"), (8, 1 << 20)
+    rows = tuner.table(Collective.ALLGATHER, shape.topology)
+    small, large = (tuner.look_up(rows, nbytes) for nbytes in sizes)
+    other = next(name for name in tuner.lines(Collective.ALLGATHER, shape.topology) if name not in (small, large))
+    seconds = dict.fromkeys({small, large}, (1.0, 1.0)) | {other: (0.5, 1.0)}
+    first = tuned.Measured(Collective.ALLGATHER, shape, sizes, seconds)
+    again = first._replace(seconds=dict.fromkeys({small, large}, (1.0, 1.0)) | {other: (2.0, 2.0)})
+    for found, by_model, by_kept in ((first, (2.0, 1.0), ()), (again, (1.0, 1.0), (2.0, 2.0))):
+        tune._finish(tuned.Tuned((found,)), tmp_path / "numbers.toml")
+        *_, total, _, _ = capsys.readouterr().out.splitlines()
+        assert tune._spell(by_model) in total
+        assert tune._spell(by_kept) in total
+    assert tune._spell((2.0, 1.0)) == "1.414  2.00"
+
+
 def test_the_command(tmp_path: Path) -> None:
     """On a machine that is busy all the same it says so, and keeps nothing."""
     done = _hetcoll("tune", "-n", "2", "--transport", "shm", "--sizes", "8", "64K", HETCOLL_CACHE=str(tmp_path))

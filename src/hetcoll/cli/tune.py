@@ -214,21 +214,48 @@ def _call(comm: Communicator, kind: Collective, nbytes: int) -> Callable[[], Any
 
 
 def _finish(found: tuned.Tuned, path: Path) -> None:
-    """Keep what was measured, and say what is chosen by it and what had been."""
+    """Keep what was measured, and say what is chosen by it, and how far from the fastest choices were until now."""
     about = [
         f"What `hetcoll tune` measured on {datetime.date.today().isoformat()} with {files.hardware()}, in microseconds",
         "a call, for sizes of the larger of its two buffers.",
     ]
+    kept = tuned.read(path.read_text(), str(path)).times if path.exists() else ()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:  # nobody reads half of it
         file = Path(directory) / path.name
         file.write_text(tuned.write(found, about))
         file.replace(path)
-    print(f"{'collective':>14} {'ranks':>5} {'transport':>9}  chosen, up to so many bytes")
+    print(f"{'collective':>14} {'ranks':>5} {'transport':>13} {'model':>11} {'kept':>11}  chosen, up to so many bytes")
+    every: list[tuple[list[float], list[float]]] = []
     for one in found.times:
         rows = [f"{name} {upper}" if upper < tuner.UNLIMITED else name for upper, name in one.rows()]
-        print(f"{one.collective.label:>14} {sum(one.placed.hosts):>5} {one.placed.transport:>9}  {', '.join(rows)}")
+        every.append((_by_model(one, found), _by_kept(one, kept)))
+        where = f"{one.collective.label:>14} {sum(one.placed.hosts):>5} {one.placed.transport:>13}"
+        print(f"{where} {' '.join(map(_spell, every[-1]))}  {', '.join(rows)}")
+    whole = [[ratio for pair in every for ratio in pair[i]] for i in (0, 1)]
+    print(f"{'all':>34} {' '.join(map(_spell, whole))}  (times of what the cost model and the file kept until now")
+    print(f"{'':>58}  choose over the fastest: geometric mean, largest)")
     for between in found.networks:
         latency, bandwidth = between.network
         print(f"between hosts: {latency * 1e6:.3g} us a message, {8e-9 * bandwidth:.3g} Gbit/s")
     print(f"kept in {path}; HETCOLL_TUNED=none goes without it")
+
+
+def _by_model(one: tuned.Measured, found: tuned.Tuned) -> list[float]:
+    if "verbs" in one.placed.transport:  # whose devices the file does not name
+        return []
+    topology = one.placed.topology
+    return [*one.over(tuner.table(one.collective, topology, machine=found.machine(topology)))]
+
+
+def _by_kept(one: tuned.Measured, kept: Iterable[tuned.Measured]) -> list[float]:
+    """By times of another run: what was measured first is no judge of itself."""
+    before = next((each for each in kept if each[:2] == one[:2]), None)
+    known = before is not None and {name for _, name in before.rows()} <= set(one.seconds)
+    return [*one.over(before.rows())] if known and before is not None else []
+
+
+def _spell(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return f"{'-':>11}"
+    return f"{math.exp(math.fsum(map(math.log, ratios)) / len(ratios)):>5.3f} {max(ratios):>5.2f}"

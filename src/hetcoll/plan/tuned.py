@@ -29,7 +29,7 @@ from ..types import REDUCING, Collective
 from . import tuner
 from .algorithms import ALGORITHMS, installed, known
 from .machine import Machine, Network
-from .topology import Topology
+from .topology import RankInfo, Setting, Topology
 
 if TYPE_CHECKING:
     from .document import Document
@@ -58,6 +58,13 @@ class Placed(NamedTuple):
             transport = f"shm{several}" if max(hosts) > 1 else topology.between_hosts
         return cls(hosts, min(topology.cores, max(hosts)), transport)
 
+    @property
+    def topology(self) -> Topology:
+        """Ranks that are placed so, by shared memory and TCP."""
+        hosts = [str(number) for number, ranks in enumerate(self.hosts) for _ in range(ranks)]
+        setting: Setting = "tcp" if self.transport == "tcp" else "auto"
+        return Topology(tuple(RankInfo(r, host, self.cores) for r, host in enumerate(hosts)), setting)
+
 
 class Measured(NamedTuple):
     """What the algorithms of a collective took, in seconds, at rising sizes: `nbytes` of the larger of two buffers."""
@@ -84,6 +91,11 @@ class Measured(NamedTuple):
             if one != other
         ]
         return [*rows, (tuner.UNLIMITED, chosen[-1])]
+
+    def over(self, rows: list[tuple[int, str]]) -> tuple[float, ...]:
+        """At each size, what `rows` choose took over what the fastest did."""
+        names = [tuner.look_up(rows, nbytes) for nbytes in self.nbytes]
+        return tuple(self.seconds[name][i] / min(t[i] for t in self.seconds.values()) for i, name in enumerate(names))
 
     def choose(self, nbytes: int) -> tuner.Choice:
         """As `tuner.choose` has it, by the measured size that is the nearest."""
