@@ -248,6 +248,13 @@ def test_the_table_of_algorithms_has_them_all() -> None:
     assert {row[0]: row[1].split(", ") for row in rows("docs/concepts.md", "Collective")} == wanted
 
 
+def test_concepts_are_few_and_have_one_sentence() -> None:
+    """Who needs another one takes one away."""
+    table = rows("docs/concepts.md", "Concept | In one sentence")
+    assert len(table) <= 45
+    assert [row[0] for row in table if ". " in row[1] or not row[1].endswith(".")] == []
+
+
 # What documents say of files ------------------------------------------------------------------------------------------
 
 FOLDERS = ("src", "native", "tests", "docs", "benchmarks", ".ci")
