@@ -36,13 +36,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of what is thorough the slice that TEST_SLICE asks for: "2/4" is the third quarter, by the tests' names.
+    """Of what is thorough the slice that TEST_SLICE asks for: "2/4" is the third quarter, by the tests' names, and what
+    is `whole`.
 
     In lanes the files that take longest come first: a virtual machine takes minutes, a test of GPU code seconds.
     """
     if wanted := os.environ.get("TEST_SLICE"):
         number, slices = map(int, wanted.split("/"))
-        left = {item for item in items if item.get_closest_marker("thorough")
+        left = {item for item in items if (mark := item.get_closest_marker("thorough")) and not mark.kwargs.get("whole")
                 and zlib.crc32(item.nodeid.encode()) % slices != number % slices}  # fmt: skip
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]

@@ -195,16 +195,22 @@ void Engine::RingDoorbells() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (const Links::Touched& t : links_.touched) {
     *t.flag = false;
-    if (t.doorbell->sleeping.load(std::memory_order_relaxed) != 0) doorbell_.Ring(t.local_peer);
+    Ring(*t.doorbell);
   }
   links_.touched.clear();
   if (borrowed_ != nullptr && !borrowed_->returned.empty()) RingLenders();
 }
 
+void Engine::Ring(const ShmDoorbell& bell) const {
+  if (bell.sleeping.load(std::memory_order_relaxed) == 0) return;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  doorbell_.Ring(bell.name.load(std::memory_order_relaxed));
+}
+
 // Whose memory is home: it came by another rank.
 void Engine::RingLenders() {
   for (const int lender : borrowed_->returned) {
-    if (segment_->doorbell(lender).sleeping.load(std::memory_order_relaxed) != 0) doorbell_.Ring(lender);
+    Ring(segment_->doorbell(lender));
   }
   borrowed_->returned.clear();
 }
@@ -349,7 +355,7 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
     ++generation_;
   }
   if (own_bell_ != nullptr && sleepers_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
-  if (woken_ > 0) doorbell_.Ring(options_.local_rank);
+  if (woken_ > 0) doorbell_.Ring();
 }
 
 Outcome Engine::Drive(const Pending& task, std::int64_t until) {
@@ -358,7 +364,7 @@ Outcome Engine::Drive(const Pending& task, std::int64_t until) {
   LockSoon().unlock();  // whoever drives now lets us in
   DriveUntil(settled, until);
   drivers_.fetch_sub(1);
-  if (windows_ != nullptr) doorbell_.Ring(options_.local_rank);  // for the engine's own thread to take over
+  if (windows_ != nullptr) doorbell_.Ring();  // for the engine's own thread to take over
   switch (task.state.load(std::memory_order_acquire)) {
     case Task::State::kDone:
       return Outcome::kDone;

@@ -26,7 +26,6 @@ std::uint64_t Mix(std::uint64_t x) {  // the finaliser of splitmix64
 
 Engine::Engine(const EngineOptions& options)
     : options_(options),
-      doorbell_(options.doorbell_name, options.local_rank),
       injector_(FaultSpec::Parse(options.fault), options.rank),
       tcp_(std::make_shared<TcpShared>(options.integrity, injector_.tcp())),
       links_(options.size),
@@ -181,7 +180,7 @@ void Engine::Fail(FaultKind kind, int peer, const std::string& text) {
   if (failure_.kind != FaultKind::kNone) return;
   failure_ = {kind, peer, text};
   failed_.store(true, std::memory_order_release);
-  doorbell_.Ring(options_.local_rank);
+  doorbell_.Ring();
 }
 
 void Engine::Halt(FaultKind kind, int peer, const std::string& text) {
@@ -267,7 +266,7 @@ void Engine::BeginTransfers() {
   PassWindows();
   RingDoorbells();
   // The engine's own thread may sleep until there is something to receive.
-  if (windows_->Unsent() || windows_->Silent() || failed()) doorbell_.Ring(options_.local_rank);
+  if (windows_->Unsent() || windows_->Silent() || failed()) doorbell_.Ring();
 }
 
 void Engine::PeerLeft(int peer) {
@@ -277,7 +276,7 @@ void Engine::PeerLeft(int peer) {
   if (failed()) return;
   departed_.at(static_cast<std::size_t>(peer)).store(true);
   any_departed_.store(true, std::memory_order_release);
-  doorbell_.Ring(options_.local_rank);
+  doorbell_.Ring();
 }
 
 std::string Engine::Describe() {

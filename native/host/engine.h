@@ -39,8 +39,7 @@ namespace hetcoll {
 struct EngineOptions {
   int rank;
   int size;
-  std::uint64_t identity;     // hash of the communicator's id and epoch
-  std::string doorbell_name;  // random, shared by the ranks of this host
+  std::uint64_t identity;  // hash of the communicator's id and epoch
   int local_rank;
   double spin_seconds;                        // how long to spin before giving the processor away
   bool oversubscribed;                        // more ranks here than cores: give it away almost at once
@@ -255,6 +254,7 @@ class Engine {
   bool PassTask(Task& task);  // false also when it failed the engine
   void NoteStill(std::int64_t now);
   void RingDoorbells();
+  void Ring(const ShmDoorbell& bell) const;  // if it sleeps
   void RingLenders();
   void Fail(FaultKind kind, int peer, const std::string& text);
   void StopBackground();

@@ -23,6 +23,8 @@ void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int>
   segment_ = std::move(segment);
   heap_ = std::make_shared<Heap>(segment_, options_.local_rank);
   own_bell_ = &segment_->doorbell(options_.local_rank);
+  own_bell_->name.store(doorbell_.name(), std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);  // whoever sees that this rank sleeps sees the name: see Ring
   borrowed_ = &segment_->borrowed();
   segment_->Introduce(options_.local_rank);
   for (int i = 0; i < local_size; ++i) {
@@ -36,7 +38,6 @@ void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int>
       auto& rx = links_.rx(peer, channel);
       rx.end = std::move(ends.recv);
       tx.doorbell = rx.doorbell = &segment_->doorbell(i);
-      tx.local_peer = rx.local_peer = i;
     }
   }
 }
@@ -84,7 +85,7 @@ void Engine::ServeLinks(std::vector<pollfd>& fds) {
   try {
     Mending::Flush(resumed_, fds);
     if (verbs_ == nullptr) return;
-    if (verbs_->Service()) doorbell_.Ring(options_.local_rank);
+    if (verbs_->Service()) doorbell_.Ring();
     verbs_->AddWatch(fds);
   } catch (const Fault& fault) {
     Fail(fault.kind, fault.peer, fault.what());
@@ -123,13 +124,13 @@ bool Engine::ResumeSocket(const SocketId& id, std::uint32_t number, int socket, 
         }
       },
       false);
-  doorbell_.Ring(options_.local_rank);
+  doorbell_.Ring();
   return resumed;
 }
 
 void Engine::GiveUpSocket(const SocketId& id, const std::string& why) {
   AskMending([&](Mending& mending) { return mending.GiveUp(id, why), true; }, false);
-  doorbell_.Ring(options_.local_rank);
+  doorbell_.Ring();
 }
 
 std::map<int, std::uint64_t> Engine::Undelivered() {

@@ -24,7 +24,6 @@ template <class End>
 struct Port {
   std::unique_ptr<End> end;
   ShmDoorbell* doorbell = nullptr;
-  int local_peer = -1;
   bool keeps = false;         // its end may lend what it can also copy: SendEnd::Keep
   bool touched = false;       // since doorbells were last looked at
   std::uint64_t taken = 0;    // bytes that went through this end so far
@@ -48,7 +47,6 @@ struct Links {
   std::vector<Port<RecvEnd>> recv;
   struct Touched {
     ShmDoorbell* doorbell;
-    int local_peer;
     bool* flag;  // the port's `touched`
   };
   std::vector<Touched> touched;  // whose doorbells to look at before waiting
@@ -57,7 +55,7 @@ struct Links {
   void Touch(Port<End>& port) {
     if (port.touched || port.doorbell == nullptr) return;
     port.touched = true;
-    touched.push_back({port.doorbell, port.local_peer, &port.touched});
+    touched.push_back({port.doorbell, &port.touched});
   }
 
  private:

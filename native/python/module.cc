@@ -235,13 +235,11 @@ NB_MODULE(_native, m) {
   engine
       .def(
           "__init__",
-          [](PyEngine* self, int rank, int size, std::uint64_t identity, const std::string& doorbell_name,
-             int local_rank, double spin_seconds, bool oversubscribed, double timeout, const std::string& fault,
-             int integrity) {
+          [](PyEngine* self, int rank, int size, std::uint64_t identity, int local_rank, double spin_seconds,
+             bool oversubscribed, double timeout, const std::string& fault, int integrity) {
             new (self) PyEngine({.rank = rank,
                                  .size = size,
                                  .identity = identity,
-                                 .doorbell_name = doorbell_name,
                                  .local_rank = local_rank,
                                  .spin_seconds = spin_seconds,
                                  .oversubscribed = oversubscribed,
@@ -249,8 +247,8 @@ NB_MODULE(_native, m) {
                                  .integrity = static_cast<Integrity>(integrity)},
                                 timeout);
           },
-          nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "doorbell_name"_a, "local_rank"_a, "spin_seconds"_a,
-          "oversubscribed"_a, "timeout"_a, "fault"_a = "", "integrity"_a = 0)
+          nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "local_rank"_a, "spin_seconds"_a, "oversubscribed"_a,
+          "timeout"_a, "fault"_a = "", "integrity"_a = 0)
       .def("set_starts", &PyEngine::SetStarts, "starts"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)

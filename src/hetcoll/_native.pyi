@@ -340,7 +340,6 @@ class Engine(_Verbs):
         rank: int,
         size: int,
         identity: int,
-        doorbell_name: str,
         local_rank: int,
         spin_seconds: float,
         oversubscribed: bool,

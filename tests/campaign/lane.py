@@ -39,7 +39,10 @@ ENOUGH = 90.0  # seconds for a program, far more than any error may take
 CLEAR = 10.0  # until nothing is left of it
 _VENDORS = {"c": None, "n": "cuda", "a": "hip"}
 _VARIABLES = {"HETCOLL_TUNED": "none", "HETCOLL_LINGER": "0", "HETCOLL_DEBUG": "none"}
-_PATIENCES = (sockets._KEEP_ALIVE, sockets._USER_TIMEOUT, succession._UNSURE_GRACE), (1, 3, 5.0)  # of a cut: shorter
+_PATIENCES = (  # of a cut: shorter
+    (sockets._KEEP_ALIVE, sockets._VANISHED, sockets._USER_TIMEOUT, succession._UNSURE_GRACE),
+    (1, 3.0, 3, 5.0),
+)
 _PDEATHSIG, _SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -254,7 +257,8 @@ def _dress(orders: Orders) -> None:
     program = orders.program
     host = program.hosts[orders.rank % program.size]
     os.environ.update(_VARIABLES | program.env)
-    sockets._KEEP_ALIVE, sockets._USER_TIMEOUT, succession._UNSURE_GRACE = _PATIENCES[program.attack.kind in CUT]
+    patience = _PATIENCES[program.attack.kind in CUT]
+    sockets._KEEP_ALIVE, sockets._VANISHED, sockets._USER_TIMEOUT, succession._UNSURE_GRACE = patience
     if orders.network is not None:
         netns.enter(orders.network.hosts["abcd".index(host)])
     elif len(set(program.hosts)) > 1:

@@ -43,7 +43,7 @@ def play(seeds: Iterable[int], only: str = "") -> None:
         pytest.skip(absent[0])
 
 
-@parametrize("part", range(PARTS), first=1)
+@parametrize("part", range(PARTS), first=1, whole=True)
 def test_right_results_or_the_right_errors_and_nothing_left(part: int) -> None:
     play(range(part, SEEDS, PARTS))
 

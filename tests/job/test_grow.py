@@ -88,6 +88,30 @@ def test_a_part_grows(launch: Launch) -> None:
     assert launch(4, join=False).run(grow_a_part) == [(0, 1, 3.0), (0, 3, 3.0), (1, 3, 3.0), (2, 3, 0.0)]
 
 
+def grow_with_islands(job: Job) -> object:
+    """A newcomer has in its environment what others were started with. Then rank 1 dies, and another one comes."""
+    if job.rank < 2:
+        old = hetcoll.Communicator.init(2, job.rank, job.unique_id, timeout=20)
+        comm = old.grow(timeout=20)
+        works(comm)
+        lose(comm, 1)
+        comm = comm.shrink().grow(timeout=20)
+    else:
+        comm = hetcoll.Communicator.join(job.unique_id, timeout=20)
+        if comm.epoch == 1:
+            works(comm)
+            lose(comm, 1)
+            comm = comm.shrink().grow(timeout=20)
+    works(comm)
+    return comm.topology.asked
+
+
+def test_newcomers_are_islands_of_their_own_where_these_were_given_by_rank(launch: Launch) -> None:
+    ranks = launch(4, join=False, HETCOLL_ISLANDS="1,0")
+    ranks.start(grow_with_islands)
+    assert set(found(ranks, 1).values()) == {((0,), (1,), (2,))}
+
+
 def slow_to_follow(job: Job) -> tuple[int, int]:
     """Two ranks look again and again whether somebody is there. The third takes longer to come in than they look."""
     if job.rank < 2:

@@ -10,13 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import netns
+import numpy as np
 import pytest
 from interrupting import interrupt_at
+from ranks import Job, Ranks, wait_until
 
+import hetcoll._native as _native
 from hetcoll.config.env import Config, InterfaceFilter
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
 from hetcoll.links.connector import choose_source, order_addresses
@@ -27,6 +31,7 @@ from hetcoll.rendezvous.connections import auth
 from hetcoll.rendezvous.connections.interfaces import Interface, choose_interfaces, total_rate
 from hetcoll.rendezvous.connections.sockets import receive_exactly, unpace
 
+Launch = Callable[..., Ranks]
 SECRET = b"s" * 32
 COMM = b"c" * 16
 
@@ -164,6 +169,48 @@ def test_a_descriptor_reaches_the_ranks_of_this_host() -> None:
             assert not os.get_inheritable(file.fileno())
             file.close()
     os.close(memory)
+
+
+def names_like(names: list[str]) -> list[str]:
+    """What somebody who sees these in /proc/net/unix may think of."""
+    stems = [*names, *(name.rpartition("-")[0] for name in names)]
+    return [*stems, *(f"{stem}-{rank}" for stem in stems for rank in range(4))]
+
+
+def join_beside_squatters(job: Job, seen: Path) -> float:
+    """Rank 1 makes its engine when all names are taken that follow from those of rank 0."""
+    make, taken = _native.Engine, ExitStack()
+
+    def make_between(**options: Any) -> _native.Engine:
+        if job.rank:
+            wait_until(seen.exists)
+        engine = make(**options)
+        if not job.rank:
+            mine = set()
+            for fd in os.listdir("/proc/self/fd"):
+                with suppress(OSError):  # that of the list itself
+                    mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+            rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+            names = [row[7][1:] for row in rows if len(row) > 7 and f"socket:[{row[6]}]" in mine]
+            assert names, "its doorbell"
+            for name in names_like([name for name in names if name.startswith("hetcoll-")]):
+                for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
+                    with suppress(OSError):  # it is bound by who had it first
+                        taken.enter_context(socket.socket(socket.AF_UNIX, kind)).bind("\0" + name)
+            seen.touch()
+        return engine
+
+    with taken, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_native, "Engine", make_between)
+        comm = job.join(20)
+        comm.allreduce(x := np.ones(4))
+        comm.close()
+    return float(x[0])
+
+
+def test_who_takes_names_like_those_that_it_sees_does_not_prevent_a_start(launch: Launch, tmp_path: Path) -> None:
+    """Another user may, of abstract Unix sockets."""
+    assert launch(2, join=False).run(join_beside_squatters, tmp_path / "seen") == [2.0] * 2
 
 
 def test_who_dies_while_it_hands_a_descriptor_over_is_lost() -> None:

@@ -22,7 +22,7 @@ from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, CommunicationError, InitError, PeerLostError
 from hetcoll.rendezvous import decisions, relay, uplink
 from hetcoll.rendezvous.bootstrap import get_unique_id
-from hetcoll.rendezvous.connections import probe
+from hetcoll.rendezvous.connections import probe, sockets
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.protocol import exchanges
 from hetcoll.rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
@@ -320,6 +320,21 @@ def test_who_dies_with_its_relay_is_lost_when_it_does_not_come_back(monkeypatch:
             each.wait_for(lambda event: isinstance(event, Lost) and event.rank == first.rank)
             each.wait_for(lambda event: isinstance(event, Lost) and event.rank == victim.rank)
             assert {event.rank for event in each.seen if isinstance(event, Lost)} == {first.rank, victim.rank}
+
+
+def test_who_is_behind_a_relay_whose_host_vanished_is_missing_since_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that vanished with it is lost as soon as one with a connection of its own."""
+    job = Job()
+    with ExitStack() as stack:
+        stack.callback(job.close)
+        job.enter()
+        first = job.a_relay()
+        assert first.client._relay is not None
+        token = first.client._relay._token
+        monkeypatch.setattr(store, "silent_for", lambda _: sockets._VANISHED)
+        first.die()
+        until = wait_until(lambda: job.store._tree._missing.get(token))
+        assert until - time.monotonic() <= 30.0 - sockets._VANISHED
 
 
 @pytest.mark.parametrize("orderly", [True, False])

@@ -109,6 +109,7 @@ def test_spelling_and_restricting(order: list[int], cuts: set[int], data: st.Dat
             together = any(some[a] in i and some[b] in i for i in islands)
             assert together == any(a in i and b in i for i in fewer)
     assert restrict(None, some) is None
+    assert restrict(islands, range(8)) == (*islands, (6,), (7,))
 
 
 @pytest.mark.parametrize("text", ["", "|", "0,|1", "0-", "a", "0;1", "3-1", "-1", "0,,1"])

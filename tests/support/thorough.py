@@ -1,4 +1,6 @@
-"""Which cases of a test `make test` runs. The others show the same of more: `make test-all` runs all, CI an eighth."""
+"""Which cases of a test `make test` runs. The others show the same of more: `make test-all` runs all, CI an eighth.
+
+Where they are `whole` CI runs all, too."""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ _Row = type(pytest.param())
 
 
 def parametrize(
-    names: str | tuple[str, ...], cases: Iterable[Any], *, first: int, **options: Any
+    names: str | tuple[str, ...], cases: Iterable[Any], *, first: int, whole: bool = False, **options: Any
 ) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize`, whose cases from number `first` on are marked "thorough"."""
+    """`pytest.mark.parametrize`, whose cases from number `first` on are marked "thorough". `whole`: a slice has all."""
     one = isinstance(names, str)
     rows = [case if isinstance(case, _Row) else pytest.param(*([case] if one else case)) for case in cases]
     assert 0 <= first < len(rows), "then it is no other than parametrize"
-    more = pytest.mark.thorough
+    more = pytest.mark.thorough(whole=whole)
     marked = [
         row if at < first else pytest.param(*row.values, id=row.id, marks=[*row.marks, more])
         for at, row in enumerate(rows)

@@ -76,6 +76,7 @@ struct alignas(128) ShmCredit {
 struct alignas(128) ShmDoorbell {
   std::atomic<std::uint32_t> sleeping;  // the rank is in poll(2); whoever has news for it rings
   std::atomic<std::uint32_t> core;      // where it last began to wait, plus one
+  std::atomic<std::uint64_t> name;      // the `Doorbell`'s, there before it sleeps
 };
 
 // What a rank tells the others of its host.

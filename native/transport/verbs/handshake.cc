@@ -110,6 +110,7 @@ void VerbsLink::FinishProbe(std::uint32_t mask) {
     if ((mask & 1u << rail->number()) != 0) continue;
     rail->Kill(rail->Name() + ": the peer does not use it");
     buried_ |= 1u << rail->number();
+    AwaitRecovery(*rail);
     why += "; " + rail->error();
   }
   ++news_;

@@ -171,6 +171,7 @@ class VerbsLink final : private RailListener {
   // recovery.cc
   bool leads() const { return options_.rank < options_.peer; }
   bool IsLost(const Rail& rail) const { return (lost_ & 1u << rail.number()) != 0; }
+  bool IsDown(const Rail& rail) const { return (buried_ & 1u << rail.number()) != 0; }
   void Recover(std::int64_t now);
   void Lead(Rail& lost, Recovery& r, std::int64_t now);
   void Follow(Rail& lost, Recovery& r);
@@ -239,8 +240,8 @@ class VerbsLink final : private RailListener {
   std::optional<Incoming> incoming_;  // until its payload is here
   std::uint64_t granted_ = 0;         // all frames before this, if rails brought them
   std::uint64_t confirmed_ = 0;       // the peer was told that frames before this are used up
-  std::uint32_t buried_ = 0;
-  std::uint32_t lost_ = 0;  // of those, what was in use
+  std::uint32_t buried_ = 0;          // all that are down
+  std::uint32_t lost_ = 0;            // of those, what was in use
   int lost_rails_ = 0;
   Spoils spoils_;
   bool leaving_ = false;    // nothing more is sent over the control socket

@@ -1,10 +1,12 @@
-// How a lost rail comes back, beside others that carry on, or TCP: see link.h.
+// How a lost rail comes back, beside others that carry on, or TCP: see link.h. So does one that did not work when the
+// link was made.
 //
 // The end with the lower rank leads. It makes a new queue pair over the lost one's memory and says so over the
 // control socket; the other end makes its own, connects it and answers; the first connects as well and sends a probe.
 // The other end answers a whole probe with its own, and that is answered with the frame that puts the rail to use at
 // both ends: what follows it has been proved both ways. Whoever fails says so, with an address that is not usable. Then
-// the leader waits twice as long as before.
+// the leader waits twice as long as before, up to half a minute, and tries again, for ever: what a try takes of a
+// device is nothing beside such a pause.
 
 #include <algorithm>
 #include <bit>
@@ -19,9 +21,8 @@ namespace {
 
 using Step = Recovery::Step;
 
-constexpr int kMostTries = 10;
-constexpr int kMostDoublings = 6;
-constexpr std::int64_t kLongNs = 60'000'000'000;  // who was up for so long may try as often as at first
+constexpr int kMostDoublings = 5;                 // of a second: half a minute
+constexpr std::int64_t kLongNs = 60'000'000'000;  // who was up for so long is tried as soon as at first
 
 bool Works(const Recovery& r) { return r.made.rail != nullptr && r.made.rail->alive(); }
 std::string Why(const Recovery& r) {
@@ -55,7 +56,7 @@ void VerbsLink::Lead(Rail& lost, Recovery& r, std::int64_t now) {
   const bool late = r.step == Step::kIdle && answered && r.attempt == r.life && r.heard->address.usable == 0;
   if (late) lost.Kill(lost.Name() + ": the peer has given it up");
   if (r.step == Step::kIdle) {
-    const bool due = IsLost(lost) && r.tries < kMostTries && now >= r.next_ns;
+    const bool due = IsDown(lost) && now >= r.next_ns;
     if (!due || outbox_.Uses(lost)) return;
     ++r.tries;
     ++r.all_tries;
@@ -98,7 +99,7 @@ void VerbsLink::Follow(Rail& lost, Recovery& r) {
     r.step = Step::kOffered;
     lost.Kill(lost.Name() + ": the peer has given it up");
   }
-  if (r.step == Step::kOffered && IsLost(lost) && !outbox_.Uses(lost)) {
+  if (r.step == Step::kOffered && IsDown(lost) && !outbox_.Uses(lost)) {
     r.step = Step::kConnect;
     return Make(r, lost.number(), true);
   }
@@ -150,15 +151,13 @@ void VerbsLink::Failed(Recovery& r, int number, const std::string& why, std::int
   r.made = {};
   r.step = Step::kIdle;
   WaitForTry(r, now);
-  if (r.tries < kMostTries) return;
-  Tell("a lost rail is not tried any more, after " + std::to_string(r.tries) + " times: " + why);
 }
 
 void VerbsLink::WaitForTry(Recovery& r, std::int64_t now) const {
   r.next_ns = now + (options_.recovery_ns << std::min(r.tries, kMostDoublings));
 }
 
-// A rail that was in use has died.
+// A rail that was in use has died, or one never came to be.
 void VerbsLink::AwaitRecovery(const Rail& rail) {
   Recovery& r = recoveries_[static_cast<std::size_t>(rail.number())];
   const std::int64_t now = NowNs();

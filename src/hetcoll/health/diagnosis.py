@@ -31,6 +31,7 @@ from ..errors import (
     PeerLostError,
     spell_ranks,
 )
+from ..rendezvous.control import ON_ITS_WAY
 from ..rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
 from .desync_report import (
     Answer,
@@ -57,7 +58,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hetcoll")
 
 _QUERY_SECONDS = 2.0
-_VERDICT_SECONDS = 2.0
+_LAST_SECONDS = 1.5  # the same, when the time of a call is over: it ends 2 s later, whoever is stopped
+_VERDICT_SECONDS = 1.5
 _REASON_SECONDS = 2.0
 _MOST_TOLD = 8  # ranks, and messages, of which an error tells
 
@@ -334,8 +336,8 @@ class Diagnosis:
 
     def look(self, before: Answers, deadline: float) -> Answers:
         """Ask all ranks, unless one of them did so just now; raises when they cannot go on. `before` is what they said
-        at the last look. Who does not answer is not waited for beyond `deadline`."""
-        if time.monotonic() - self._asked < PATIENCE / 2:
+        at the last look. Nobody is waited for beyond `deadline`."""
+        if time.monotonic() - self._asked < PATIENCE / 2 or deadline - time.monotonic() <= ON_ITS_WAY:
             return before
         answers = self._ask(deadline=deadline)
         if edges := doubts(before, answers):
@@ -366,14 +368,14 @@ class Diagnosis:
         assert self._engine is not None
         inside = self._reporter.inside(threading.get_ident()) or Called("a call")
         state = state or self._engine.describe()
-        answers = self._ask()
+        answers = self._ask(seconds=_LAST_SECONDS)
         wrong = self._judge(answers, {})
         if wrong is not None:
             return wrong
         head = f"{inside} did not finish in {seconds:g} s on rank {self._rank}" + (f": {state}" if state else "")
         silent = [rank for rank, answer in answers.items() if answer is None]
         if not silent and (edges := unsure(answers)):
-            answers = self._ask(edges) or answers
+            answers = self._ask(edges, seconds=_LAST_SECONDS) or answers
         missing, parts = self._missing(inside, answers)
         tell = self.post if answers else self._leave_word
         tell(Kind.TIMEOUT, [*missing, -1][0], "; ".join([head, *parts]))
@@ -431,12 +433,15 @@ class Diagnosis:
         """For the goodbye."""
         return b"" if self._engine is None else LastWords(self._engine.collectives, self._farewell).encode()
 
-    def _ask(self, edges: Sequence[Edge] = (), deadline: float = math.inf) -> Answers:
-        """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone.
+    def _ask(self, edges: Sequence[Edge] = (), seconds: float = _QUERY_SECONDS, deadline: float = math.inf) -> Answers:
+        """Every rank's answer; None from one that is stopped or cut off, and has had `seconds`. Empty when the control
+        channel is gone, or `deadline` too near.
 
         `edges`: of which their sources are to tell what they handed to them.
         """
-        seconds = min(_QUERY_SECONDS, max(0.0, deadline - time.monotonic()))
+        seconds = min(seconds, deadline - time.monotonic() - ON_ITS_WAY)
+        if seconds <= 0:
+            return {}
         try:
             blob = json.dumps((self._reporter.since(), edges)).encode()
             answers, words = self._session.control.query(self._group, blob, seconds)

@@ -116,7 +116,7 @@ class Process(NamedTuple):
         return cls(pid, name, own[_PROCESS.size :].decode())
 
     @property
-    def doorbell(self) -> str:
+    def memory(self) -> str:
         """The name under which the rank shares its memory: nobody can guess it."""
         return f"hetcoll-{self.name.hex()}"
 

@@ -102,14 +102,12 @@ class Wiring:
         self.oversubscribed = len(self.locals) > intros.cores[intros.hosts[rank]]
         self.fault = config.fault or ""
         self.integrity = INTEGRITY.index(config.integrity)
-        doorbell = self.processes(self.locals[:1])[0].doorbell
         identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
         try:
             self.engine = _native.Engine(
                 rank=rank,
                 size=size,
                 identity=int.from_bytes(identity, "little"),
-                doorbell_name=doorbell,
                 local_rank=self.locals.index(rank),
                 spin_seconds=spin,
                 oversubscribed=self.oversubscribed,
@@ -127,7 +125,7 @@ class Wiring:
         try:
             if config.transport in ("auto", "shm") and len(self.locals) > 1:
                 heap = most_heap(intros.rooms[r] for r in self.locals)
-                self._attach_shm(doorbell, heap)
+                self._attach_shm(heap)
             apart = config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1
             if size > 1 and (apart or config.cross == "staged"):
                 self._listen()
@@ -157,7 +155,8 @@ class Wiring:
         told = self._control.look_up(self.group, _INTRODUCE, ranks, self._left())
         return [Process.read(told[rank]) for rank in ranks]
 
-    def _attach_shm(self, name: str, heap: int) -> None:
+    def _attach_shm(self, heap: int) -> None:
+        name = self.processes(self.locals[:1])[0].memory
         ring = ring_bytes(len(self.locals), self._config.shm_bytes)
         stores, reads = SHM_STORES.index(self._config.shm_stores), SHM_READ.index(self._config.shm_read)
         nbytes, who = _native.shm_bytes(len(self.locals), ring, heap), (self.rank, self.locals)

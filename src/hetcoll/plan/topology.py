@@ -390,11 +390,12 @@ class Topology:
 
 
 def restrict(islands: Islands | None, ranks: Sequence[int]) -> Islands | None:
-    """The islands of some of the ranks, numbered anew in the order given."""
+    """The islands of some of the ranks, numbered anew in the order given. A newcomer, which is in none, has its own."""
     if islands is None:
         return None
     new = {old: i for i, old in enumerate(ranks)}
-    return tuple(found for island in islands if (found := tuple(new[r] for r in island if r in new)))
+    kept = tuple(found for island in islands if (found := tuple(new.pop(r) for r in island if r in new)))
+    return kept + tuple((rank,) for rank in new.values())
 
 
 def spell_islands(islands: Islands) -> str:

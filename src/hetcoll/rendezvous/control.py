@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hetcoll.control")
 
 _SEND_SECONDS = 30.0
-_LITTLE = 0.2  # seconds to send to a store that does not answer, whose socket may be full
+ON_ITS_WAY = 0.4  # seconds that the answers to a question may take once the store has them
+_LITTLE = 0.1  # seconds to send to a store that does not answer, whose socket may be full
 _GOODBYE_SECONDS, _GOODBYE_BEHIND = 1.0, 5.0  # the latter behind a relay
 _RELAY_DESCRIPTORS = 170  # of its children, and of those who have yet to prove the secret
 _WANTED = (Op.LEAVE, Op.QUERY)  # also of a group whose other requests were given up
@@ -173,7 +174,7 @@ class ControlClient:
 
     def query(self, group: bytes, blob: bytes, timeout: float) -> tuple[dict[int, bytes | None], dict[int, bytes]]:
         """Ask all members, this one too; each rank's answer, or None from one that did not give any in `timeout`. And
-        the last words of those that have left: see `leave`."""
+        the last words of those that have left: see `leave`. InitError ON_ITS_WAY later where the store does not say."""
         told = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group).fields
         answers = {rank: each[1:] if each[:1] == b"\1" else None for rank, each in enumerate(told)}
         return answers, {rank: each[1:] for rank, each in enumerate(told) if each[:1] == b"\2"}
@@ -262,7 +263,8 @@ class ControlClient:
 
     def _call(self, op: Op, fields: tuple[bytes, ...], timeout: float | None, group: bytes | None = None) -> Frame:
         seconds = self._timeout if timeout is None else timeout
-        patience = seconds + min(5.0, max(0.5, seconds / 10))  # the answer, when it is time, says who was missing
+        # The answer, when it is time, says who was missing.
+        patience = seconds + (ON_ITS_WAY if op == Op.QUERY else min(2.0, max(0.5, seconds / 10)))
         self._check_usable(group, op)
         number, call = next(self._numbers), Call(op, group, fields)
         with self._lock:

@@ -23,8 +23,8 @@ from ..errors import CommunicationError, HetcollError
 from . import uplink
 from .connections.acceptor import Acceptor, choose_wait
 from .connections.auth import Service
-from .connections.members import ENDED, Connection
-from .connections.sockets import BACKLOG, broke, receive, spell_error
+from .connections.members import ENDED, Connection, Watch
+from .connections.sockets import BACKLOG, broke, receive, spell_error, until_vanished, vanished
 from .protocol.routes import Entry, extend_up, pack_down, pack_up, unpack_down
 from .protocol.unique_id import UniqueId
 from .protocol.wire import Frame, FrameReader, Op, Status
@@ -48,6 +48,7 @@ class Relay:
         self._children: dict[int, Connection] = {}
         self._numbers = itertools.count(1)
         self._dirty: set[Connection] = set()
+        self._watch = Watch()
         self._up: Connection | None = None
         self._behind = False
         self._heard = self._beaten = 0.0
@@ -138,7 +139,7 @@ class Relay:
         self._up.sock.close()
         self._dirty.discard(self._up)
         log.info("a relay's way up is lost: %s", spell_error(error))
-        self._come(uplink.RETURN, again=True)
+        self._come(uplink.time_to_return(error), again=True)
         for child in self._children.values():
             child.send(Op.RESYNC, b"")
 
@@ -148,6 +149,7 @@ class Relay:
             self._beaten = now
             for child in self._children.values():
                 child.send(Op.BEAT, b"")
+            self._part_with_vanished()
         self._flush_all()
         silence = self._heard + uplink.SILENCE - time.monotonic() if self._behind else None
         wait = choose_wait(self._beaten + BEAT - time.monotonic(), silence, self._acceptor.prepare())
@@ -163,6 +165,13 @@ class Relay:
             if any(key.data is self._up for key, _ in self._selector.select(0)):
                 return  # it has spoken, and we have been late
             self._come_again(TimeoutError("a relay said nothing"))
+
+    def _part_with_vanished(self) -> None:
+        """Children whose hosts have vanished, and the way up if the store's has."""
+        for child in self._watch.look(self._children.values())[0]:
+            self._lose(child, spell_error(vanished()).encode(), Status.AGAIN)
+        if self._up is not None and not self._behind and not until_vanished(self._up.sock):
+            self._come_again(vanished())
 
     def _flush_all(self) -> None:
         while self._dirty:

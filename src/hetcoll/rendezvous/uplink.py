@@ -20,6 +20,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ..errors import CommunicationError, HetcollError, InitError, parser
+from .connections import sockets
 from .connections.probe import connect_relay, connect_store
 from .connections.pulse import Places, Pulse
 from .connections.secure import Socket
@@ -32,12 +33,18 @@ log = logging.getLogger("hetcoll.uplink")
 
 SILENCE = 10.0  # seconds without a word from a relay until it is given up
 RETURN = 20.0  # seconds in which whoever lost its relay finds another
+_LAST_TRY = 5.0  # of whoever was patient already, since its store's host may live
 GRACE = 3.0  # seconds in which the members of a small job come to a new store
 ABSENCE = 30.0  # seconds until who lives and has not come back to the store is lost; of large jobs, who may live
 _RELAY_SECONDS = 10.0  # that a relay has to answer
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 8.0  # seconds until who was not let in comes again, doubling: many wait at once
 _FAREWELL = 1.0  # seconds that who leaves looks for another way, to say so
 TOKEN_BYTES = 16
+
+
+def time_to_return(error: Exception) -> float:
+    """Seconds in which whoever lost its way to the store so looks for another."""
+    return _LAST_TRY if getattr(error, "errno", None) in sockets.SILENT else RETURN
 
 
 class Kind(IntEnum):
@@ -308,7 +315,7 @@ class Uplink:
             except OSError as error:
                 silence = silent_for(self.sock)
                 if self._over or not self._come_again(error):  # a goodbye is sent again, too
-                    if not silence:
+                    if not silence or error.errno in sockets.SILENT:
                         raise
                     text = f"{spell_error(error)}, and {silence:.3g} s before that its host fell silent"
                     raise CommunicationError(text) from error
@@ -317,7 +324,7 @@ class Uplink:
     def _come_again(self, error: OSError) -> bool:
         """Find another way to the store; False where there is none."""
         log.info("the way to the store is lost (%s): looking for another", spell_error(error))
-        deadline = time.monotonic() + (_FAREWELL if self.closing else RETURN)
+        deadline = time.monotonic() + (_FAREWELL if self.closing else time_to_return(error))
         while True:
             with self._lock:  # nobody sends to a descriptor that is another's by then
                 self._take_leave()
@@ -346,14 +353,16 @@ class Uplink:
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         rest = self._pulse.watch(poll)
-        silence = self._heard + SILENCE - time.monotonic() if self._behind else None
+        silence = self._heard + SILENCE - time.monotonic() if self._behind else sockets.until_vanished(self.sock)
         waits = [max(0.0, wait) for wait in (rest, silence) if wait is not None]
-        ready = poll.poll(1000 * min(waits) if waits else None)
+        ready = poll.poll(1000 * min(waits))
         if self._pulse.is_felt(ready):
             self._tell(Op.ACK)  # where the connection broke, the system says so now
         if all(fd != self.sock.fileno() for fd, _ in ready):
-            if silence is not None and time.monotonic() >= self._heard + SILENCE:
+            if self._behind and time.monotonic() >= self._heard + SILENCE:
                 raise TimeoutError(f"a relay said nothing for {SILENCE:g} s")
+            if not (self._behind or sockets.until_vanished(self.sock)):
+                raise sockets.vanished()
             return None
         self._heard = time.monotonic()
         data = receive(self.sock)

@@ -13,6 +13,7 @@ from ..config.env import Config, configuration
 from ..config.process import configure
 from ..config.variables import parse_format
 from ..errors import ArgumentError, PeerLostError
+from ..plan.topology import restrict
 from ..rendezvous import decisions
 from ..rendezvous.protocol.unique_id import UniqueId
 from ..rendezvous.protocol.wire import WORLD
@@ -75,8 +76,8 @@ def come_in(make: Make[C], unique_id: UniqueId, rank: int, size: int, config: Co
 
 def _take(make: Make[C], session: Session, place: decisions.Place, config: Config, deadline: float) -> C:
     """This process's communicator at a place, once all that are to have it have it."""
-    epoch, compress = json.loads(place.told)
-    config = replace(config, compress=parse_format(compress), islands=None)
+    epoch, compress, islands = json.loads(place.told)
+    config = replace(config, compress=parse_format(compress), islands=restrict(islands, range(place.size)))
     comm = make(session, place.group, place.rank, place.size, config, deadline - time.monotonic())
     return confirm(comm, session, place.group, epoch, deadline)
 

@@ -161,11 +161,9 @@ def grow(core: Core, newcomers: int, timeout: float | None, make: Make[C]) -> C:
     core.host.check_usable()
     if (count := check_int(newcomers, "newcomers")) < 1:
         raise ArgumentError(f"newcomers: wanted 1 or more, got {newcomers}")
-    if core.config.islands is not None:
-        raise ArgumentError("grow(): wanted islands that the library finds, got islands by rank: newcomers have none")
     seconds = core.config.init_timeout if timeout is None else core.seconds(timeout)
     deadline = time.monotonic() + seconds
-    told = json.dumps([core.epoch + 1, core.config.compress.label]).encode()
+    told = json.dumps([core.epoch + 1, core.config.compress.label, core.config.islands]).encode()
     while True:
         core.growths += 1
         left = max(deadline - time.monotonic(), 0.0)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections import deque
+from collections.abc import Collection
 from itertools import islice
 
 from ..protocol.routes import Entry, pack_down
 from ..protocol.wire import FrameReader, Op, Status, header
+from .sockets import until_vanished
 
 ENDED = "its process died: the connection ended without a goodbye"
 _MAX_UNSENT = 256 << 20  # bytes queued for who does not read
@@ -78,3 +81,19 @@ class Connection:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.queue else 0)
         if selector.get_key(self.sock).events != events:
             selector.modify(self.sock, events, self)
+
+
+class Watch:
+    """Finds those of some connections whose hosts have vanished. It looks as seldom as it can."""
+
+    def __init__(self) -> None:
+        self._due = 0.0
+
+    def look(self, connections: Collection[Connection]) -> tuple[list[Connection], float]:
+        """Those, and the seconds until the next look."""
+        now = time.monotonic()
+        if now < self._due:
+            return [], self._due - now
+        left = {each: until_vanished(each.sock) for each in connections}
+        self._due = now + min((seconds for seconds in left.values() if seconds), default=1.0)
+        return [each for each, seconds in left.items() if not seconds], self._due - now

@@ -22,11 +22,12 @@ log = logging.getLogger("hetcoll.sockets")
 BACKLOG = 4096
 _CHUNK = 256 << 10
 _KEEP_ALIVE = 5  # seconds: between probes of an idle connection
-_USER_TIMEOUT = 30  # seconds without an acknowledgement until the peer's host counts as lost
+_USER_TIMEOUT = 30  # seconds without an acknowledgement until the kernel gives a connection up
+_VANISHED = 22.0  # seconds without a packet from the peer's host until a connection that is watched is given up
 SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 """What ends a connection to a peer that may live."""
 _TCP_INFO = struct.Struct("8B24I")  # linux/tcp.h, of which the last ones are:
-_LAST_ACK_RECV = 20  # milliseconds
+_LAST_RECEIVED = slice(19, 21)  # milliseconds since data and an acknowledgement came
 _NAME = 16  # bytes of a congestion control's name
 _UCRED = struct.Struct("3i")
 _HARD = struct.pack("ii", 1, 0)  # of SO_LINGER
@@ -36,7 +37,7 @@ _PACING = b"bbr"  # how those begin that pace
 
 
 def tune(sock: socket.socket) -> None:
-    """Non-blocking, no delay for small messages, and a peer whose host vanished is noticed within half a minute."""
+    """Non-blocking, no delay for small messages, and a peer whose host vanished is noticed: see `until_vanished`."""
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         return
@@ -63,12 +64,31 @@ def broke(error: Exception) -> bool:
 def silent_for(sock: socket.socket) -> float:
     """Seconds since the peer's host acknowledged something, if these are more than where both live, who hear of each
     other every _KEEP_ALIVE seconds; else 0. The end of a connection acknowledges nothing."""
+    seconds = _silence(sock)
+    return seconds if seconds > 2 * _KEEP_ALIVE else 0.0
+
+
+def until_vanished(sock: socket.socket) -> float:
+    """Seconds until the peer's host counts as lost if nothing comes from it meanwhile; 0 when it does.
+
+    The kernel's own limit begins anew with each send that follows silence: it looks for who is idle, or for who does
+    not acknowledge, so a host that vanished may be noticed after twice as long.
+    """
+    return max(0.0, _VANISHED - _silence(sock))
+
+
+def vanished() -> OSError:
+    """What to raise where `until_vanished` is over: as the kernel's own words, but for how long it was."""
+    return TimeoutError(errno.ETIMEDOUT, f"Nothing came from its host for {_VANISHED:g} s")
+
+
+def _silence(sock: socket.socket) -> float:
+    """Seconds since the last packet of the peer's host."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        seconds = float(_TCP_INFO.unpack(info)[_LAST_ACK_RECV]) / 1000
+        return float(min(_TCP_INFO.unpack(info)[_LAST_RECEIVED])) / 1000
     except (OSError, struct.error):  # it is closed, or no TCP
         return 0.0
-    return seconds if seconds > 2 * _KEEP_ALIVE else 0.0
 
 
 def peer_is_us(sock: socket.socket) -> bool:

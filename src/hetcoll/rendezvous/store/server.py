@@ -19,8 +19,8 @@ from ...config.limits import Held, reserve_descriptors
 from ...errors import CommunicationError
 from ..connections.acceptor import Acceptor, Fetch, choose_wait
 from ..connections.auth import Service
-from ..connections.members import ENDED, Connection
-from ..connections.sockets import broke, receive, spell_error
+from ..connections.members import ENDED, Connection, Watch
+from ..connections.sockets import broke, receive, silent_for, spell_error, vanished
 from ..protocol.exchanges import FEW
 from ..protocol.unique_id import HOSTED
 from ..protocol.wire import F64, FrameReader, Op, Status, header, pack
@@ -66,6 +66,7 @@ class StoreServer:
         self._groups = Groups(launched=launched, reserve=_reserve, charge=charge, succeeds=succeeds)
         self._connections: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()  # have something queued since the last flush
+        self._watch = Watch()
         self._closing = self._retiring = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -129,7 +130,8 @@ class StoreServer:
     def _run(self) -> None:
         try:
             while True:
-                wait = choose_wait(self._groups.tick(), self._tree.tick(), self._acceptor.prepare())
+                look = self._part_with_vanished()
+                wait = choose_wait(look, self._groups.tick(), self._tree.tick(), self._acceptor.prepare())
                 self._look_who_is_left()
                 if self._closing or self._groups.alone or self._left():
                     break
@@ -210,10 +212,18 @@ class StoreServer:
         """Close a connection that has ended, or only `broke`. An empty reason is a goodbye."""
         del self._connections[connection.sock.fileno()]
         self._selector.unregister(connection.sock)
+        silence = silent_for(connection.sock)
         connection.sock.close()
         self._dirty.discard(connection)
         log.debug("%s is gone: %s", connection.name, reason or "goodbye")
-        self._tree.lost(connection, reason, broke=broke)
+        self._tree.lost(connection, reason, broke=broke, silence=silence)
+
+    def _part_with_vanished(self) -> float:
+        """Give the connections up whose hosts have vanished; the seconds until the next look."""
+        found, wait = self._watch.look(self._connections.values())
+        for connection in found:
+            self._disconnect(connection, spell_error(vanished()), broke=True)
+        return wait
 
     def _part_with(self, connection: Connection) -> None:
         """The tree has no more use for a connection."""

@@ -184,12 +184,15 @@ class Tree:
             else:
                 self._groups.handle(node, frame)
 
-    def lost(self, connection: Connection, reason: str, *, broke: bool) -> None:
-        """A connection of the store's own has ended, or only `broke`."""
+    def lost(self, connection: Connection, reason: str, *, broke: bool, silence: float) -> None:
+        """A connection of the store's own has ended, or only `broke`, after `silence` seconds without a packet of the
+        other end's host."""
         self._waiting = [each for each in self._waiting if each.connection is not connection]
         node = self._nodes.get(connection.token)
         if node is not None and node.connection is connection:
             (self._miss if broke else self._lose)(node, reason)
+            if node.entry.kind is Kind.RELAY:  # those behind it have heard nothing of it either, and have left it
+                self._missing[node.entry.token] -= min(silence, 0.8 * ABSENCE)
 
     # Entering.
 
