@@ -100,7 +100,7 @@ def test_no_behaviour_is_undefined(tmp_path: Path) -> None:
 def test_every_kernel_stands_in_one_module() -> None:
     names = [name for each in modules().values() for name in each]
     assert len(names) == len(set(names))
-    of_types = {d.label + end for d in DType for end in ("", "_exchange")}
+    of_types = {d.label + end for d in DType for end in ("", "_exchange", "_checks")}
     assert set(modules()) == of_types | {
         "signals",
         "messages",

@@ -107,24 +107,6 @@ def test_every_collective(gpus: Any, kinds: str, queues: int) -> None:
     check(gpus(kinds, queues=queues), cases, run_in_graphs)
 
 
-def warned_in_graphs(comm: hetcoll.Communicator, cases: list[Case]) -> list[str]:
-    """What is warned of while calls are captured and replayed."""
-    said, log = io.StringIO(), logging.getLogger("hetcoll")
-    log.addHandler(handler := logging.StreamHandler(said))
-    try:
-        run_in_graphs(comm, cases)
-    finally:
-        log.removeHandler(handler)
-    return said.getvalue().splitlines()
-
-
-def test_the_check_says_once_that_replays_are_unchecked(gpus: Any) -> None:
-    cases = [Case("broadcast", "float32", 9, root=1), Case("allreduce", "float32", 9)]
-    for said in gpus("nn", HETCOLL_CHECK="1").run(warned_in_graphs, cases, timeout=60):
-        (line,) = said
-        assert line.startswith("broadcast(float32, count=9, root=1) is captured by a graph: its replays are unchecked")
-
-
 @parametrize("islands", ["0,1,2|3", "0,1|2,3"], first=0)
 def test_islands(gpus: Any, islands: str) -> None:
     check(gpus("nnnn", islands, 1), list(cases_of(4, (130_003,))), run_in_graphs)

@@ -82,7 +82,7 @@ class Inspection:
         self._lock = threading.Lock()
         self._beginning = threading.Lock()  # held from what is told before a collective until its beginning
         self._orders: dict[tuple[int, int], threading.Lock] = {}  # the same for messages, by kind and peer
-        self._warned = False
+        self._warned: set[str] = set()
 
     def _start(self, call: Call, async_op: bool, seconds: float) -> Work:
         return self._core.start(call, async_op, seconds, None)
@@ -90,8 +90,10 @@ class Inspection:
     def collective(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """As `Core.start`, with looks before and after."""
         core, check, digest, buffer = self._core, self._check, self._digest, call.send or call.recv
-        if (check is None and async_op) or self._passes(buffer, stream, call.describe):
+        if check is None and async_op:
             return core.start(call, async_op, seconds, stream)
+        if self._captured(buffer, stream):
+            return self._capture(call, async_op, seconds, stream)
         converts = core.gpus.converts(buffer, stream, seconds)
         seen, told = self._on_host(call, stream), None
         if digest is not None and not async_op:
@@ -110,6 +112,21 @@ class Inspection:
         if digest is not None:
             digest.after(seen, converts)
         return work
+
+    def _capture(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
+        """A graph captures it: what checks it is captured with it, and looks at each replay on the GPUs."""
+        core, buffer, start = self._core, call.send or call.recv, partial(self._start_on, async_op, seconds, stream)
+        if self._digest is not None:
+            self._warn(call.describe(), "HETCOLL_DIGEST does not have its replays")
+        if self._check is None or buffer is None:
+            return start(call)
+        with self._beginning:
+            if self._unchecked(buffer, stream, seconds, call.describe):
+                return start(call)
+            return core.gpus.replays(buffer, stream, seconds).collective(call, stream, start)
+
+    def _start_on(self, async_op: bool, seconds: float, stream: object, call: Call) -> Work:
+        return self._core.start(call, async_op, seconds, stream)
 
     def _on_host(self, call: Call, stream: object) -> Call:
         """`call` with copies on the host of buffers on a GPU, after what is on `stream`."""
@@ -135,7 +152,7 @@ class Inspection:
     def exchange(self, ends: SendRecv, async_op: bool, seconds: float, stream: object) -> Work:
         """As `Core.exchange`."""
         core = self._core
-        if self._check is None or self._passes(ends.first, stream, ends.describe):
+        if self._check is None or self._captured(ends.first, stream):
             return core.exchange(ends, async_op, seconds, stream)
         send, dest, recv, source = ends
         on_host = ends.first.device == "cpu"
@@ -189,7 +206,7 @@ class Inspection:
         """As `Core.exchange_all`. What concerns one rank is in the order of the calls."""
         core, rank, on_gpu = self._core, self._core.rank, [m for m in messages if m.buffer.device != "cpu"]
         first = on_gpu[0].buffer if on_gpu else None
-        if self._check is None or self._passes(first, None, lambda: f"group of {', '.join(map(str, messages))}"):
+        if self._check is None or self._captured(first, None):
             core.exchange_all(messages, seconds)
             return
         words = [self.words(m, None, seconds) if m.kind == SEND else None for m in messages]
@@ -247,23 +264,27 @@ class Inspection:
         """A message that is there, of which its sender says this."""
         return Incoming(self._core, message, False, row, DONE)
 
-    def _passes(self, buffer: Buffer | None, stream: object, what: Callable[[], str]) -> bool:
-        """Whether a graph captures a call, which is not looked at: its data comes with replays. Before anything is told
-        it refuses memory of another device, and looks at earlier calls that are over."""
+    def _captured(self, buffer: Buffer | None, stream: object) -> bool:
+        """Whether a graph captures a call: its data comes with replays. Before anything is told it refuses memory of
+        another device, and looks at earlier calls that are over."""
         self._look_at_open()
+        self._core.host.check_usable()  # they may have been wrong
         if buffer is None:
             return False
         self._core.gpus.check_place(buffer)
-        if not self._core.gpus.capturing(buffer, stream):
-            return False
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "%s is captured by a graph: its replays are unchecked, and those of what is captured later"
-                " (HETCOLL_CHECK, HETCOLL_DIGEST)",
-                what(),
-            )
-        return True
+        return self._core.gpus.capturing(buffer, stream)
+
+    def _unchecked(self, buffer: Buffer, stream: object, seconds: float, what: Callable[[], str]) -> bool:
+        """Whether the replays of a call on `buffer` cannot be checked; then it is said."""
+        converts = self._core.gpus.converts(buffer, stream, seconds)
+        if converts:
+            self._warn(what(), "HETCOLL_CHECK does not see its replays, as ranks have two kinds of 8-bit floats")
+        return converts
+
+    def _warn(self, what: str, problem: str) -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
+            log.warning("%s is captured by a graph: %s. It is the same with what is captured later", what, problem)
 
     # Works that are not over.
 
@@ -278,7 +299,8 @@ class Inspection:
         return work
 
     def _look_at_open(self) -> None:
-        """At operations that are over, also where nobody waits for them."""
+        """At operations that are over, also where nobody waits for them, and at replays."""
+        self._core.gpus.look_at_replays()
         over = {id(work) for work in [*self._open, *self._copies] if work.done}
         with self._lock:
             self._open, self._copies = (

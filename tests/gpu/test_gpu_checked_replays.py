@@ -1,0 +1,221 @@
+"""HETCOLL_CHECK of calls that a graph captured: every replay is checked, on the GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import run_case
+from device_checks import Capture
+from gpu_calls import COLLECTIVES, device_of_rank
+from gpu_kinds import start
+from gpu_places import PLACES
+from ranks import Ranks, close_all, kept, wait_until
+from reference import Case
+from test_gpu_graphs import InGraph
+from thorough import parametrize
+
+import hetcoll
+from hetcoll.calls import Call
+from hetcoll.errors import CommunicationError
+from hetcoll.gpu.array import DeviceArray
+
+COUNT = 70_003  # float32s: some blocks fold them
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def checked(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
+    """Ranks of these kinds (see `start`) with HETCOLL_CHECK, every one an island unless said otherwise."""
+
+    def begin(kinds: str, islands: str | None = None, **env: str) -> Ranks:
+        asked = "|".join(map(str, range(len(kinds)))) if islands is None else islands
+        env |= {"HETCOLL_ISLANDS": asked} if asked else {}
+        return start(kinds, place=request.param, HETCOLL_CHECK="1", **env)
+
+    with kept(begin) as get:
+        yield get
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[io.StringIO]:
+    """What this rank logs in the block."""
+    said, log = io.StringIO(), logging.getLogger("hetcoll")
+    log.addHandler(handler := logging.StreamHandler(said))
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+
+
+def run_checked(comm: hetcoll.Communicator, cases: list[Case]) -> str:
+    """Each case in a graph, whose results are right in all replays. What is said meanwhile."""
+    device = device_of_rank(comm.rank)
+    device.activate()
+    stream = device.stream()
+    comm.allreduce(DeviceArray.of(device, np.ones(1, np.float32)).buffer())
+    with logged() as said:
+        for case in cases:
+            run_case(InGraph(comm, device, stream), case)  # type: ignore[arg-type]
+        comm._core.inspection._look_at_open()  # type: ignore[union-attr]
+        comm.barrier()
+    replays = [each.found.replays for each in comm._gpus.executor.replays._captured]  # type: ignore[union-attr]
+    assert len(replays) >= len(cases)
+    assert set(replays) == {2}, replays
+    device.destroy_stream(stream)
+    return said.getvalue()
+
+
+@parametrize("kinds", ["na", "nnn", "n"], first=1)
+def test_what_is_right_is_passed_without_a_word(checked: Any, kinds: str) -> None:
+    size = len(kinds)
+    cases = [Case(kind, "float32", 5, "avg", root=size - 1, seed=1) for kind in COLLECTIVES]
+    cases += [Case(kind, "float32", COUNT, "min", seed=2, inplace=True) for kind in ("allreduce", "reduce_scatter")]
+    cases += [Case("alltoallv", "float32", 1001, seed=3), Case("allgatherv", "float32", counts=(9, 0, 70_001)[:size])]
+    assert checked(kinds).run(run_checked, cases, timeout=200) == [""] * size
+
+
+class Spoiled:
+    """A call that is captured, whose result on rank 0 each replay overwrites with `tail`, an array on the GPU."""
+
+    def __init__(self, comm: hetcoll.Communicator, call: Callable[..., object], result: DeviceArray, tail: Any) -> None:
+        self.comm, self.device, self.stream = comm, result.device, result.device.stream()
+        self.tail = DeviceArray.of(self.device, tail)
+        core, begin = comm._core, comm._core.start
+
+        def start(each: Call, *words: Any) -> hetcoll.Work:
+            work = begin(each, *words)
+            if comm.rank == 0 and each.dtype is not hetcoll.DType.UINT64:  # the ranks' own words
+                at = result.ptr + result.nbytes - self.tail.nbytes
+                self.device.copy(at, self.tail.ptr, self.tail.nbytes, self.stream)
+            return work
+
+        core.__dict__["start"] = start
+        try:
+            with Capture(self.device, self.stream) as self.captured:
+                call(stream=self.stream)
+        finally:
+            del core.__dict__["start"]
+
+    def replay(self) -> None:
+        self.captured.replay(self.stream)
+        self.device.synchronize(self.stream)
+
+    def failure(self) -> str:
+        """What the communicator has failed with, soon."""
+
+        def fails() -> str:
+            try:
+                self.comm.barrier()
+            except CommunicationError as error:
+                return str(error)
+            return ""
+
+        return wait_until(fails, 20)
+
+    def close(self) -> None:
+        self.captured.close()
+        self.device.destroy_stream(self.stream)
+
+
+def spoil(comm: hetcoll.Communicator, what: str, dtype: str, right: float, wrong: float, said: bool) -> str:
+    """A call on ones that goes well twice, and then not. Who says so is its next call, or the GPU's watchdog."""
+    device, size = device_of_rank(comm.rank), comm.size
+    device.activate()
+    reduces, many = what in ("allreduce", "reduce", "reduce_scatter"), what in ("reduce_scatter", "scatter", "alltoall")
+    n = COUNT * size
+    ones = DeviceArray.of(device, np.ones(n if many else COUNT).astype(dtype))
+    made = DeviceArray(device, n if what in ("allgather", "gather", "alltoall") else COUNT, dtype)
+    comm.barrier()
+    args: list[Any] = [ones.buffer()] if what == "broadcast" else [ones.buffer(), made.buffer()]
+    options: dict[str, Any] = {"op": "avg" if dtype == "int32" else "sum"} if reduces else {}
+    if what in ("broadcast", "scatter"):
+        options["root"] = 1
+    method = getattr(comm, what)
+    tail = np.full(1, right).astype(dtype)
+    call = Spoiled(comm, lambda stream: method(*args, stream=stream, **options), args[-1].owner, tail)
+    for _ in range(2):
+        call.replay()
+    comm.barrier()
+    call.tail.set(np.full(1, wrong).astype(dtype))
+    comm.barrier()
+    call.replay()
+    if said and comm.rank == 0:
+        wait_until(lambda: comm._engine.failed, 20)  # without a call
+    found = call.failure()
+    call.close()
+    return found
+
+
+WRONG = [
+    ("reduce_scatter", "int32", 1, 2e9, "avg of every 16th 16 bytes from byte 192 on is"),
+    ("allreduce", "bfloat16", 2, 3, ""),
+    ("allgather", "uint8", 1, 2, "what rank 1 gave came changed"),
+    ("broadcast", "float64", 1, 1.5, "what rank 1 gave came changed"),
+    ("scatter", "int16", 1, 5, "what rank 1 gave came changed"),
+    ("alltoall", "bool", 1, 0, "what rank 1 gave came changed"),
+    ("gather", "complex64", 1, 1j, "what rank 1 gave came changed"),
+    ("reduce", "float16", 2, 60000, "sum of every 16th"),
+]
+
+
+@pytest.fixture(params=PLACES)
+def fresh(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
+    """Two ranks of this test's own."""
+    made: list[Ranks] = []
+
+    def get(kinds: str, **env: str) -> Ranks:
+        made.append(start(kinds, place=request.param, HETCOLL_CHECK="1", HETCOLL_ISLANDS="0|1", **env))
+        return made[-1]
+
+    yield get
+    close_all(made)
+
+
+@parametrize(("what", "dtype", "right", "wrong", "how"), WRONG, first=4)
+def test_a_replay_that_is_wrong_is_found_on_every_rank(
+    fresh: Any, what: str, dtype: str, right: float, wrong: float, how: str
+) -> None:
+    said = what in ("broadcast", "allgather")
+    for text in fresh("nn").run(spoil, what, dtype, right, wrong, said, timeout=60):
+        assert f"HETCOLL_CHECK: the result of {what}({dtype}, " in text, text
+        if how:
+            assert f"on rank 0 is wrong: {how}" in text, text
+        else:  # no sum would show it
+            assert re.search("is not the same everywhere: rank [01] and rank [01] hold different ones", text), text
+        assert ", in replay 3 of the graph that captured it at " in text
+        assert "test_gpu_checked_replays.py:" in text
+
+
+def not_finite(comm: hetcoll.Communicator) -> str:
+    """Rank 1's input is not finite in some replays. What is logged, and the last result."""
+    device = device_of_rank(comm.rank)
+    device.activate()
+    stream, array = device.stream(), DeviceArray.of(device, np.ones(COUNT, np.float32))
+    with logged() as said:
+        with Capture(device, stream) as captured:
+            comm.allreduce(array.buffer(), op="avg", stream=stream)
+        for turn in range(4):
+            values = np.ones(COUNT, np.float32)
+            if turn in (1, 2) and comm.rank == 1:
+                values[[70_001, 70_002]] = np.inf, np.nan
+            array.set(values)
+            captured.replay(stream)
+            device.synchronize(stream)
+        comm.barrier()
+    assert array.get()[-1] == 1.0
+    captured.close()
+    return said.getvalue()
+
+
+def test_what_is_not_finite_is_logged_once(checked: Any) -> None:
+    first, second = checked("na").run(not_finite, timeout=60)
+    assert first == ""
+    assert "the input of allreduce(float32, count=70003, op=avg) on rank 1 is not finite in replay 2 of " in second
+    assert second.endswith(": 2 of 70003 elements, the first at 70001\n")
+    assert second.count("\n") == 1
