@@ -6,7 +6,9 @@ import contextlib
 import io
 import logging
 import re
+import unittest.mock
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,10 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll.calls import Call
+from hetcoll.calls.messages import SendRecv
 from hetcoll.errors import CommunicationError
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.types import DType
 
 COUNT = 70_003  # float32s: some blocks fold them
 
@@ -59,16 +63,56 @@ def run_checked(comm: hetcoll.Communicator, cases: list[Case]) -> str:
     device.activate()
     stream = device.stream()
     comm.allreduce(DeviceArray.of(device, np.ones(1, np.float32)).buffer())
+    before = len(replays_of(comm))
     with logged() as said:
         for case in cases:
             run_case(InGraph(comm, device, stream), case)  # type: ignore[arg-type]
-        comm._core.inspection._look_at_open()  # type: ignore[union-attr]
         comm.barrier()
-    replays = [each.found.replays for each in comm._gpus.executor.replays._captured]  # type: ignore[union-attr]
+    replays = replays_of(comm)[before:]
+    assert set(replays) == {2}
     assert len(replays) >= len(cases)
-    assert set(replays) == {2}, replays
     device.destroy_stream(stream)
     return said.getvalue()
+
+
+def replays_of(comm: hetcoll.Communicator) -> list[int]:
+    """How many of each captured call were checked."""
+    return [each.found.replays for each in comm._gpus.executor.replays._captured]  # type: ignore[union-attr]
+
+
+def run_messages(comm: hetcoll.Communicator) -> str:
+    """Of all kinds, also such as are a group on one rank and not on the other."""
+    device, rank = device_of_rank(comm.rank), comm.rank
+    device.activate()
+    stream, other = device.stream(), 1 - rank
+    mine, got, own = (DeviceArray(device, COUNT) for _ in range(3))
+    with logged() as said:
+        with Capture(device, stream) as captured:
+            comm.sendrecv(mine.buffer(), other, got.buffer(), other, stream=stream)
+            comm.sendrecv(got.buffer(), rank, own.buffer(), rank, stream=stream)
+            if rank == 0:
+                with comm.group():
+                    comm.send(replace(own.buffer(0, 9), stream=stream), 1)
+                    comm.send(replace(mine.buffer(0, 9000), stream=stream), 1)
+            else:
+                comm.recv(got.buffer(0, 9), 0, stream=stream)
+                comm.recv(got.buffer(9, 9000), 0, stream=stream, async_op=True).wait_stream(stream)
+        for step in range(3):
+            mine.set(np.arange(COUNT, dtype=np.float32) * (rank + 1) + step)
+            captured.replay(stream)
+            device.synchronize(stream)
+            assert (own.get() == np.arange(COUNT) * (other + 1) + step).all()
+            want = np.concatenate([np.arange(9) * 2 + step, np.arange(9000) + step])
+            assert rank == 0 or (got.get()[:9009] == want).all()
+        comm.barrier()
+    assert replays_of(comm)[-6:] == [3] * 6
+    captured.close()
+    device.destroy_stream(stream)
+    return said.getvalue()
+
+
+def test_messages_that_are_right_are_passed_without_a_word(checked: Any) -> None:
+    assert checked("na").run(run_messages, timeout=60) == ["", ""]
 
 
 @parametrize("kinds", ["na", "nnn", "n"], first=1)
@@ -86,41 +130,50 @@ class Spoiled:
     def __init__(self, comm: hetcoll.Communicator, call: Callable[..., object], result: DeviceArray, tail: Any) -> None:
         self.comm, self.device, self.stream = comm, result.device, result.device.stream()
         self.tail = DeviceArray.of(self.device, tail)
-        core, begin = comm._core, comm._core.start
+        with contextlib.ExitStack() as undo:
+            for name in ("start", "exchange"):
+                undo.enter_context(unittest.mock.patch.object(comm._core, name, self._before(name, result)))
+            with Capture(self.device, self.stream) as self.captured:
+                call(self.stream)
 
-        def start(each: Call, *words: Any) -> hetcoll.Work:
-            work = begin(each, *words)
-            if comm.rank == 0 and each.dtype is not hetcoll.DType.UINT64:  # the ranks' own words
+    def _before(self, name: str, result: DeviceArray) -> Callable[..., hetcoll.Work]:
+        begin = getattr(self.comm._core, name)
+
+        def start(each: Call | SendRecv, *words: Any, **more: Any) -> hetcoll.Work:
+            work: hetcoll.Work = begin(each, *words, **more)
+            buffer = each.first if isinstance(each, SendRecv) else each.send or each.recv
+            theirs = buffer is None or buffer.device == "cpu" or buffer.dtype is DType.UINT64  # what the ranks tell
+            if self.comm.rank == 0 and not theirs:
                 at = result.ptr + result.nbytes - self.tail.nbytes
                 self.device.copy(at, self.tail.ptr, self.tail.nbytes, self.stream)
             return work
 
-        core.__dict__["start"] = start
-        try:
-            with Capture(self.device, self.stream) as self.captured:
-                call(stream=self.stream)
-        finally:
-            del core.__dict__["start"]
+        return start
 
-    def replay(self) -> None:
-        self.captured.replay(self.stream)
-        self.device.synchronize(self.stream)
-
-    def failure(self) -> str:
-        """What the communicator has failed with, soon."""
+    def run(self, wrong: Any, said: bool) -> str:
+        """Two replays that go well, and one that ends in what is `wrong`. What the communicator fails with. `said`: it
+        does so without a call."""
+        comm = self.comm
+        for turn in range(3):
+            comm.barrier()
+            if turn == 2:
+                self.tail.set(wrong)
+            self.captured.replay(self.stream)
+            self.device.synchronize(self.stream)
+        if said:
+            wait_until(lambda: comm._engine.failed, 20)
 
         def fails() -> str:
             try:
-                self.comm.barrier()
+                comm.barrier()
             except CommunicationError as error:
                 return str(error)
             return ""
 
-        return wait_until(fails, 20)
-
-    def close(self) -> None:
+        found: str = wait_until(fails, 20)
         self.captured.close()
         self.device.destroy_stream(self.stream)
+        return found
 
 
 def spoil(comm: hetcoll.Communicator, what: str, dtype: str, right: float, wrong: float, said: bool) -> str:
@@ -139,17 +192,7 @@ def spoil(comm: hetcoll.Communicator, what: str, dtype: str, right: float, wrong
     method = getattr(comm, what)
     tail = np.full(1, right).astype(dtype)
     call = Spoiled(comm, lambda stream: method(*args, stream=stream, **options), args[-1].owner, tail)
-    for _ in range(2):
-        call.replay()
-    comm.barrier()
-    call.tail.set(np.full(1, wrong).astype(dtype))
-    comm.barrier()
-    call.replay()
-    if said and comm.rank == 0:
-        wait_until(lambda: comm._engine.failed, 20)  # without a call
-    found = call.failure()
-    call.close()
-    return found
+    return call.run(np.full(1, wrong).astype(dtype), said)
 
 
 WRONG = [
@@ -192,6 +235,23 @@ def test_a_replay_that_is_wrong_is_found_on_every_rank(
         assert "test_gpu_checked_replays.py:" in text
 
 
+def spoil_message(comm: hetcoll.Communicator) -> str:
+    device, ends = device_of_rank(comm.rank), (comm.recv, comm.send)
+    device.activate()
+    array = DeviceArray.of(device, np.ones(9, np.int16))
+
+    def move(stream: int) -> None:
+        ends[comm.rank](array.buffer(), 1 - comm.rank, stream=stream)
+
+    return Spoiled(comm, move, array, np.ones(1, np.int16)).run(np.zeros(1, np.int16), said=True)
+
+
+def test_a_message_that_is_wrong_in_a_replay_is_found_on_both_ranks(fresh: Any) -> None:
+    for text in fresh("na").run(spoil_message, timeout=60):
+        assert "HETCOLL_CHECK: rank 0 received something else than rank 1 sent in replay 3 of the graph" in text, text
+        assert text.endswith(": recv(int16, count=9) from rank 1"), text
+
+
 def not_finite(comm: hetcoll.Communicator) -> str:
     """Rank 1's input is not finite in some replays. What is logged, and the last result."""
     device = device_of_rank(comm.rank)
@@ -200,10 +260,12 @@ def not_finite(comm: hetcoll.Communicator) -> str:
     with logged() as said:
         with Capture(device, stream) as captured:
             comm.allreduce(array.buffer(), op="avg", stream=stream)
+            comm.sendrecv(array.buffer(0, 1), 1 - comm.rank, array.buffer(1, 1), 1 - comm.rank, stream=stream)
         for turn in range(4):
             values = np.ones(COUNT, np.float32)
             if turn in (1, 2) and comm.rank == 1:
                 values[[70_001, 70_002]] = np.inf, np.nan
+            values[0] = np.inf if turn == 3 else 1
             array.set(values)
             captured.replay(stream)
             device.synchronize(stream)
@@ -214,8 +276,11 @@ def not_finite(comm: hetcoll.Communicator) -> str:
 
 
 def test_what_is_not_finite_is_logged_once(checked: Any) -> None:
-    first, second = checked("na").run(not_finite, timeout=60)
-    assert first == ""
-    assert "the input of allreduce(float32, count=70003, op=avg) on rank 1 is not finite in replay 2 of " in second
-    assert second.endswith(": 2 of 70003 elements, the first at 70001\n")
-    assert second.count("\n") == 1
+    calls = ["allreduce(float32, count=70003, op=avg)", "send(float32, count=1) to rank "]
+    said = ": 1 of 70003 elements, the first at 0", ": 1 of 1 elements, the first at 0"
+    for rank, text in enumerate(checked("na").run(not_finite, timeout=60)):
+        first, second = text.splitlines()
+        assert f"the input of {calls[0]} on rank {rank} is not finite in replay {4 - 2 * rank} of the graph" in first
+        assert first.endswith(": 2 of 70003 elements, the first at 70001" if rank else said[0])
+        assert f"the input of {calls[1]}{1 - rank} on rank {rank} is not finite in replay 4 of the graph" in second
+        assert second.endswith(said[1])

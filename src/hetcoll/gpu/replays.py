@@ -1,65 +1,40 @@
 """HETCOLL_CHECK of calls that graphs capture: each replay is checked on the GPUs, and no host waits for it.
 
-With the call are captured kernels (``vendors/devices/kernels/checks.h``) that fold what this rank gives before it and
-what it has got after it, a collective by which the ranks tell each other of their folds, and a kernel that compares
-them. What that finds it writes to pinned memory, for `look`, which the GPU's watchdog calls each second and the
-communicator's next call does. A replay is not a call: there is nobody to whom an input that is not finite could be an
-error, so that is logged.
+With the call are captured kernels (`folds`) that fold what this rank gives before it and what it has got after it, a
+collective by which the ranks tell each other of their folds, and a kernel that compares them. Before a message goes
+another one that says what its sender has. What a comparison finds it writes to pinned memory, for `look`, which the
+GPU's watchdog calls each second and the communicator's next call does. A replay is not a call: there is nobody to whom
+an input that is not finite could be an error, so that is logged.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import Call, allgather, alltoall
-from ..calls.buffers import Buffer, element_type
+from ..calls import RECV, SEND, Call, allgather, alltoall
+from ..calls.buffers import Buffer
+from ..calls.messages import Message, SendRecv
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
 from ..runtime.checksums import Fold, foldable
 from ..runtime.crosscheck import given, shares
-from ..types import COMPLEX, CUT, FLOATS, FROM_ROOT, LOGICAL, REDUCING, TO_ROOT, Collective, DType, ReduceOp
+from ..types import COMPLEX, CUT, FLOATS, FROM_ROOT, REDUCING, TO_ROOT, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import table
-from ..vendors.devices.kernels.source import checks_names
 from ..work import Work
-from .array import clear
-
-if TYPE_CHECKING:
-    from ..vendors.devices.base import Device
-    from .shared import Note
+from .folds import RECORD, Executor, Folds, Parts
 
 log = logging.getLogger("hetcoll")
 
-_CHUNK = 256 << 10  # bytes of memory that is taken at a time
-_ALIGNED = 256
-_RECORD = 8 * table.RECORD_WORDS
-_MOST_BLOCKS, _BLOCK_BYTES = 64, 64 << 10  # of a fold: in all, and bytes of a part for one more
-_COMPARING = 64  # threads
 _CAME, _FOLDED = 1, 2  # Wrong of checks.h
 _LANE_BYTES = 16
-
-
-class Executor(Protocol):
-    """What this needs of the executor that captures calls (`executor.GpuExecutor`)."""
-
-    @property
-    def device(self) -> Device: ...
-
-    def stream(self, stream: object, **buffers: Buffer | None) -> int: ...
-
-    def bound(
-        self, shape: _native.KernelShape, what: str, notes: Sequence[Note], message: DType | None = None
-    ) -> _native.GpuCall: ...
 
 
 class Ranks(Protocol):
@@ -72,51 +47,21 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
 
-class _Arena:
-    """Memory that stays until `close`, zero at first."""
-
-    def __init__(self, allocate: Callable[[int], int], free: Callable[[int], None], fill: Callable[[int, int], None]):
-        self._allocate, self._free, self._clear = allocate, free, fill
-        self._chunks: list[int] = []
-        self._at = self._end = 0
-
-    def take(self, nbytes: int) -> int:
-        nbytes = -(-nbytes // _ALIGNED) * _ALIGNED
-        if self._end - self._at < nbytes:
-            room = max(nbytes, _CHUNK)
-            self._at = self._allocate(room)
-            self._end = self._at + room
-            self._chunks.append(self._at)
-            self._clear(self._at, room)
-        self._at += nbytes
-        return self._at - nbytes
-
-    def close(self) -> None:
-        while self._chunks:
-            self._free(self._chunks.pop())
-
-
 @dataclass(slots=True, eq=False)
 class _Captured:
-    """A call that a graph has, and what is found of it in pinned memory."""
+    """A call that a graph has, and what is found in its replays. `own` is what this rank gives."""
 
     what: str
     site: str
-    dtype: DType
-    op: ReduceOp
-    rounds: bool
-    elements: int  # that this rank gives
+    own: Buffer | None
     found: table.Findings
-    odd: bool = False  # said already
-
-
-@dataclass(slots=True)
-class _Parts:
-    """Parts of a buffer, and where the table of them is."""
-
-    buffer: Buffer
-    elements: Sequence[int]
-    offsets: int
+    fold: str = ""
+    """The name of a reduction that has folds."""
+    number: str = "uint64"
+    """What a fold is."""
+    source: int = -1
+    """Of a message that this rank receives."""
+    said: bool = False
 
 
 class Replays:
@@ -130,12 +75,9 @@ class Replays:
         diagnosis: Diagnosis,
         ranks: Ranks,
     ) -> None:
-        device = path.device
-        self._path, self._queue, self._calls, self._device = path, queue, calls, device
-        self._diagnosis, self._rank, self._size = diagnosis, ranks.rank, ranks.size
+        self._path, self._folds, self._diagnosis = path, Folds(path, queue, calls), diagnosis
+        self._rank, self._size = ranks.rank, ranks.size
         self._lock = threading.Lock()  # of what follows
-        self._memory = _Arena(device.allocate, device.free, lambda at, nbytes: clear(device, at, nbytes))
-        self._pinned = _Arena(device.allocate_host, device.free_host, lambda at, nbytes: _zero(at, nbytes))
         self._captured: list[_Captured] = []
 
     # Capturing.
@@ -143,60 +85,36 @@ class Replays:
     def collective(self, call: Call, stream: object, start: Callable[[Call], Work]) -> Work:
         """See `runtime.executor.Replays`."""
         handle = self._path.stream(stream, sendbuf=call.send, recvbuf=call.recv)
-        rank, size, reduces = self._rank, self._size, call.collective in REDUCING
+        folds, rank, size = self._folds, self._rank, self._size
         source, result = given(call, rank), call.recv or call.send
-        gives, gets = shares(call, size)
-        if call.collective in TO_ROOT and call.root != rank:
-            result = None
-        own = None if source is None else self._parts(source, gives)
-        made = None if result is None else self._parts(result, gets)
+        assert result is not None, "it has memory on a GPU"
+        like, (gives, gets) = result, shares(call, size)
+        own = None if source is None else folds.parts(source, gives)
+        gets_it = call.collective not in TO_ROOT or call.root == rank
         same, cut = call.collective is Collective.ALLREDUCE, call.collective.plain in CUT
-        fold = Fold(call, size, 1) if reduces and foldable(call) else None
+        fold = Fold(call, size, 1) if call.collective in REDUCING and foldable(call) else None
         op = table.MOVED if fold is None else ReduceOp.AVG if fold.rounds else call.op
         stride, rows = 1 + same, size if cut else 1  # a row of two records has the result's, too
-        mine, all_of = self._records(rows * stride), self._records(size * stride)
-        of_result = mine + _RECORD if same else self._records(len(gets))
+        mine, theirs = folds.records(rows * stride), folds.records(size * stride)
+        made = mine + RECORD if same else folds.records(len(gets))
         if own is not None:
-            self._fold(call.dtype, op, own, mine, handle)
+            folds.fold(own, op, mine, handle)
         work = start(call)
-        if made is not None:
-            self._fold(call.dtype, op, made, of_result, handle)
+        if gets_it:
+            folds.fold(folds.parts(result, gets), op, made, handle)
         tell = alltoall if cut else allgather
-        start(tell(rank, size, self._row(mine, rows * stride, call), self._row(all_of, size * stride, call)))
-        entry = self._enter(call, fold, 0 if source is None else source.count)
-        checked = made is not None and (fold is not None or not reduces)
-        self._compare(
-            call.dtype,
-            table.Comparison(
-                to=ctypes.addressof(entry.found), given=all_of, made=of_result, same=same, stride=stride,
-                root=call.root if call.collective in FROM_ROOT else size,
-                parts=len(gets) if checked else 0, op=op if checked else table.MOVED,
-                **self._given(own, mine), **self._bounds(call, fold, gets[0]),
-            ),
-            handle,
+        start(tell(rank, size, _row(mine, rows * stride, like, handle), _row(theirs, size * stride, like, handle)))
+        compares = gets_it and (fold is not None or call.collective not in REDUCING)
+        arguments = table.Comparison(
+            given=theirs, made=made, same=same, stride=stride, rank=rank, size=size,
+            root=call.root if call.collective in FROM_ROOT else size, parts=len(gets) if compares else 0,
+            op=op if compares else table.MOVED, **_given(own, mine), **self._bounds(call, fold, gets[0]),
         )  # fmt: skip
-        self._watch(entry)
+        captured = _Captured(call.describe(), call_site(), source, folds.findings())
+        if fold is not None:
+            captured.fold, captured.number = call.op.label, _number(call, fold)
+        self._compare(captured, call.dtype, arguments, handle)
         return work
-
-    def _parts(self, buffer: Buffer, elements: Sequence[int]) -> _Parts:
-        offsets = np.array([*accumulate(elements, initial=0)], np.uint64)
-        with self._lock:
-            at = self._pinned.take(offsets.nbytes)
-        ctypes.memmove(at, offsets.ctypes.data, offsets.nbytes)
-        return _Parts(buffer, elements, at)
-
-    def _records(self, count: int) -> int:
-        with self._lock:
-            return self._memory.take(count * _RECORD)
-
-    def _row(self, at: int, records: int, call: Call) -> Buffer:
-        """Records as the communicator sends them."""
-        like = call.send or call.recv
-        assert like is not None, "a call that is captured has a buffer"
-        return Buffer(at, records * table.RECORD_WORDS, DType.UINT64, None, like.device, like.index)
-
-    def _given(self, own: _Parts | None, at: int) -> dict[str, Any]:
-        return {} if own is None else {"own": at, "own_parts": len(own.elements), "offsets": own.offsets}
 
     def _bounds(self, call: Call, fold: Fold | None, elements: int) -> dict[str, Any]:
         """What the comparison of sums needs."""
@@ -209,38 +127,46 @@ class Replays:
         divisor = self._size if call.op is ReduceOp.AVG else 1
         return {"slope": slope, "floor": floor, "most": fold.most, "whole": whole, "divisor": divisor}
 
-    def _fold(self, dtype: DType, op: int, parts: _Parts, to: int, stream: int) -> None:
-        count = len(parts.elements)
-        most = max(parts.elements) * dtype.itemsize
-        blocks = max(1, min(_MOST_BLOCKS // count, -(-most // _BLOCK_BYTES)))
-        with self._lock:
-            partial = self._memory.take(count * blocks * _RECORD) if blocks > 1 else 0
-            tickets = self._memory.take(4 * count) if blocks > 1 else 0
-        arguments = table.Fold(offsets=parts.offsets, partial=partial, tickets=tickets, op=op, blocks=blocks)
-        name, _ = checks_names(dtype)
-        self._launch(name, arguments, count * blocks, table.FOLD_THREADS, parts.buffer.ptr, to, stream)
+    def exchange(self, ends: SendRecv, stream: object, start: Callable[[SendRecv], Work]) -> Work:
+        """See `runtime.executor.Replays`."""
+        handle = self._path.stream(stream, sendbuf=ends.send, recvbuf=ends.recv)
+        rows = {message.kind: self._row_of(message, handle) for message in ends.halves}
+        start(SendRecv(rows.get(SEND), ends.dest, rows.get(RECV), ends.source))
+        work = start(ends)
+        for message in ends.halves:
+            self._check(message, rows[message.kind], handle)
+        return work
 
-    def _compare(self, dtype: DType, arguments: table.Comparison, stream: int) -> None:
-        _, name = checks_names(dtype)
-        arguments.rank, arguments.size = self._rank, self._size
-        self._launch(name, arguments, 1, _COMPARING, arguments.given, arguments.to, stream)
+    def exchange_all(self, messages: Sequence[Message], start: Callable[[Sequence[Message]], None]) -> None:
+        """See `runtime.executor.Replays`."""
+        handle = self._path.stream(None, **{f"buf of message {i}": m.buffer for i, m in enumerate(messages)})
+        rows = [Message(m.kind, self._row_of(m, handle), m.peer) for m in messages]
+        start([each for both in zip(rows, messages, strict=True) for each in both])  # others may have them one by one
+        for row, message in zip(rows, messages, strict=True):
+            self._check(message, row.buffer, handle)
 
-    def _launch(
-        self, name: str, arguments: ctypes.Structure, blocks: int, threads: int, src: int, dst: int, stream: int
-    ) -> None:
-        """As calls of the executor are, so that what comes on other streams of the graph comes after it."""
-        function = self._device.kernels().function(name)
-        shape = self._queue.bind_kernel(function=function, arguments=bytes(arguments), blocks=blocks, threads=threads)
-        bound = self._path.bound(shape, f"HETCOLL_CHECK: {name}", [], DType.UINT8)
-        self._calls.run(bound, src, dst, stream, True)
+    def _row_of(self, message: Message, stream: int) -> Buffer:
+        """What its sender says of a message, or the place for it."""
+        buffer, at = message.buffer, self._folds.records(1)
+        if message.kind == SEND:
+            self._folds.fold(self._folds.parts(buffer, [buffer.count]), table.MOVED, at, stream)
+        return _row(at, 1, buffer, stream)
 
-    def _enter(self, call: Call, fold: Fold | None, elements: int) -> _Captured:
-        with self._lock:
-            found = table.Findings.from_address(self._pinned.take(ctypes.sizeof(table.Findings)))
-        rounds = fold is not None and fold.rounds
-        return _Captured(call.describe(), call_site(), call.dtype, call.op, rounds, elements, found)
+    def _check(self, message: Message, row: Buffer, stream: int) -> None:
+        """Of a message that comes: whether it is what its sender says. Of another one: whether it is finite."""
+        kind, buffer, peer = message
+        folds, parts = self._folds, self._folds.parts(buffer, [buffer.count])
+        captured = _Captured(str(message), call_site(), None if kind == RECV else buffer, folds.findings())
+        arguments = table.Comparison(given=row.ptr, size=1, op=table.MOVED)
+        if kind == RECV:
+            arguments.made, arguments.parts, captured.source = folds.records(1), 1, peer
+            folds.fold(parts, table.MOVED, arguments.made, stream)
+        else:
+            arguments.own, arguments.own_parts, arguments.offsets = row.ptr, 1, parts.offsets
+        self._compare(captured, buffer.dtype, arguments, stream)
 
-    def _watch(self, captured: _Captured) -> None:
+    def _compare(self, captured: _Captured, dtype: DType, arguments: table.Comparison, stream: int) -> None:
+        self._folds.compare(dtype, arguments, captured.found, stream)
         with self._lock:
             self._captured.append(captured)
 
@@ -251,8 +177,8 @@ class Replays:
         wrong = []
         with self._lock:
             for each in self._captured:
-                if each.found.odd_replay and not each.odd:
-                    each.odd = True
+                if each.found.odd_replay and not each.said:
+                    each.said = True
                     self._tell_odd(each)
                 if each.found.wrong_replay:
                     wrong.append(self._spell(each))
@@ -263,42 +189,51 @@ class Replays:
             self._diagnosis.post(Kind.CORRUPT, -1, wrong[0])
 
     def _tell_odd(self, each: _Captured) -> None:
-        found = each.found
+        assert each.own is not None, "it is what this rank gives"
         log.error(
-            "HETCOLL_CHECK: the input of %s on rank %d is not finite in replay %d of the graph that captured it at %s:"
-            " %d of %d elements, the first at %d",
-            each.what, self._rank, found.odd_replay, each.site, found.odd, each.elements, found.first,
+            "HETCOLL_CHECK: the input of %s on rank %d is not finite %s: %d of %d elements, the first at %d",
+            each.what, self._rank, _replay(each, each.found.odd_replay), each.found.odd, each.own.count,
+            each.found.first,
         )  # fmt: skip
 
     def _spell(self, each: _Captured) -> str:
-        found = each.found
+        found, when = each.found, _replay(each, each.found.wrong_replay)
+        if each.source >= 0:
+            text = f"rank {self._rank} received something else than rank {each.source} sent {when}: {each.what}"
+            return f"HETCOLL_CHECK: {text}"
         if found.what == _CAME:
             problem = f" on rank {self._rank} is wrong: what rank {found.where} gave came changed"
         elif found.what == _FOLDED:
-            got, wanted = (_number(each, bits) for bits in (found.got, found.wanted))
+            got, wanted = (np.uint64(bits).view(each.number) for bits in (found.got, found.wanted))
             every = f"every {table.FOLD_LANES}th {_LANE_BYTES} bytes from byte {_LANE_BYTES * found.where} on"
-            folds = f"{each.op.label} of {every} is {got}, and of what the ranks gave {wanted}"
+            folds = f"{each.fold} of {every} is {got}, and of what the ranks gave {wanted}"
             problem = f" on rank {self._rank} is wrong: {folds}"
         else:
             problem = f" is not the same everywhere: rank {self._rank} and rank {found.where} hold different ones"
-        replay = f"in replay {found.wrong_replay} of the graph that captured it at {each.site}"
-        return f"HETCOLL_CHECK: the result of {each.what}{problem}, {replay}"
+        return f"HETCOLL_CHECK: the result of {each.what}{problem}, {when}"
 
     def close(self) -> None:
-        """Give everything back. No graph may be replayed any more."""
-        with self._lock, contextlib.ExitStack() as undo:
+        """Give everything back."""
+        with self._lock:
             self._captured = []
-            undo.callback(self._memory.close)
-            undo.callback(self._pinned.close)
+            self._folds.close()
 
 
-def _number(each: _Captured, bits: int) -> Any:
-    """A fold as `checks.h` keeps it."""
-    word = np.uint64(bits)
-    if each.rounds or each.dtype in FLOATS:
-        return word.view(np.float64)
-    return bool(bits) if each.op in LOGICAL else word.astype(element_type(each.dtype))
+def _row(at: int, records: int, like: Buffer, stream: int) -> Buffer:
+    """Records as the communicator sends them."""
+    return Buffer(at, records * table.RECORD_WORDS, DType.UINT64, None, like.device, like.index, stream)
 
 
-def _zero(at: int, nbytes: int) -> None:
-    ctypes.memset(at, 0, nbytes)
+def _given(own: Parts | None, at: int) -> dict[str, int]:
+    return {} if own is None else {"own": at, "own_parts": len(own.elements), "offsets": own.offsets}
+
+
+def _number(call: Call, fold: Fold) -> str:
+    """What a word of a fold is in `checks.h`."""
+    if fold.rounds or call.dtype in FLOATS:
+        return "float64"
+    return "int64" if call.dtype.label.startswith("int") else "uint64"
+
+
+def _replay(each: _Captured, number: int) -> str:
+    return f"in replay {number} of the graph that captured it at {each.site}"

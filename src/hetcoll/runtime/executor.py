@@ -150,6 +150,12 @@ class Replays(Protocol):
     def collective(self, call: Call, stream: object, start: Callable[[Call], Work]) -> Work:
         """Have `start` capture `call` on `stream`, and what checks its replays around it."""
 
+    def exchange(self, ends: SendRecv, stream: object, start: Callable[[SendRecv], Work]) -> Work:
+        """The same of a message, or two at once."""
+
+    def exchange_all(self, messages: Sequence[Message], start: Callable[[Sequence[Message]], None]) -> None:
+        """The same of messages that are under way together."""
+
 
 class Gpus(Protocol):
     """One communicator's GPU side, set up by the first call that needs it, collectively (`gpu.open.Gpus`)."""
