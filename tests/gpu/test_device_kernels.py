@@ -8,6 +8,7 @@ from pathlib import Path
 import kernel_checks as checks
 import pytest
 from elements import AVERAGED, NARROW, PAIRS, pair_id
+from fold_checks import check_folds
 from plain_kernels import PlainMachine
 from thorough import parametrize
 
@@ -73,6 +74,11 @@ def test_messages(machine: PlainMachine) -> None:
 
 def test_numbers_of_messages_pass_any_size_and_old_words_are_swept(machine: PlainMachine) -> None:
     checks.check_message_numbers(machine)
+
+
+@parametrize("dtype", [DType.FLOAT32, DType.INT16, DType.FLOAT64], first=1, ids=pair_id)
+def test_folds(machine: PlainMachine, dtype: DType) -> None:
+    check_folds(machine, dtype)
 
 
 def test_signals(machine: PlainMachine) -> None:

@@ -86,6 +86,7 @@ class Folds:
     def __init__(self, path: Executor, queue: _native.DeviceQueue, calls: _native.GpuCalls) -> None:
         self._path, self._queue, self._calls, self._device = path, queue, calls, path.device
         device = self._device
+        device.kernels().load_kept()  # before replays are under way, for which a driver may wait when it loads kernels
         self._memory = _Arena(device.allocate, device.free, lambda at, nbytes: clear(device, at, nbytes))
         self._pinned = _Arena(device.allocate_host, device.free_host, lambda at, nbytes: ctypes.memset(at, 0, nbytes))
 
