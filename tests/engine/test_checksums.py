@@ -105,7 +105,7 @@ def test_one_wrong_element_of_many() -> None:
 def test_what_overflows_is_right_and_what_does_not_is_not(dtype: DType) -> None:
     large = inputs_of(dtype, ReduceOp.MAX, 5, 2, 1)
     for each in large:
-        each[3] = each.dtype.type(np.float64(Fold(call_of(dtype, ReduceOp.SUM), 2, 1)._most()))
+        each[3] = each.dtype.type(np.float64(Fold(call_of(dtype, ReduceOp.SUM), 2, 1).most))
     with np.errstate(over="ignore"):
         result = reduce_one_by_one(large, dtype, ReduceOp.SUM)
     assert not np.isfinite(result[3].astype(np.float32))

@@ -34,6 +34,10 @@ def test_kernels(device: cuda.CudaDevice, dtype: DType) -> None:
     device_checks.check_kernels(device, dtype)
 
 
+def test_folds(device: cuda.CudaDevice) -> None:
+    device_checks.check_folds(device)
+
+
 def test_messages(device: cuda.CudaDevice) -> None:
     device_checks.check_messages(device)
 

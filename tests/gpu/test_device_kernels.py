@@ -8,6 +8,7 @@ from pathlib import Path
 import kernel_checks as checks
 import pytest
 from elements import AVERAGED, NARROW, PAIRS, pair_id
+from fold_checks import check_folds
 from plain_kernels import PlainMachine
 from thorough import parametrize
 
@@ -75,6 +76,11 @@ def test_numbers_of_messages_pass_any_size_and_old_words_are_swept(machine: Plai
     checks.check_message_numbers(machine)
 
 
+@parametrize("dtype", [DType.FLOAT32, DType.INT16, DType.FLOAT64], first=1, ids=pair_id)
+def test_folds(machine: PlainMachine, dtype: DType) -> None:
+    check_folds(machine, dtype)
+
+
 def test_signals(machine: PlainMachine) -> None:
     checks.check_signals(machine)
 
@@ -100,7 +106,7 @@ def test_no_behaviour_is_undefined(tmp_path: Path) -> None:
 def test_every_kernel_stands_in_one_module() -> None:
     names = [name for each in modules().values() for name in each]
     assert len(names) == len(set(names))
-    of_types = {d.label + end for d in DType for end in ("", "_exchange")}
+    of_types = {d.label + end for d in DType for end in ("", "_exchange", "_checks")}
     assert set(modules()) == of_types | {
         "signals",
         "messages",

@@ -24,7 +24,7 @@ from device_checks import Capture
 from gpu_calls import cases_of, check, device_of_rank
 from gpu_kinds import start
 from gpu_places import PLACES, ranks_on
-from on_gpu import Copies
+from in_graph import InGraph
 from patience import DEADLINE, PATIENCE
 from ranks import Ranks, close_all, kept, wait_until
 from reference import Case
@@ -53,43 +53,6 @@ def gpus(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
         yield get
 
 
-class InGraph:
-    """The collectives of `comm`, each captured into a graph of its own that is replayed on memory of zeros first."""
-
-    def __init__(self, comm: hetcoll.Communicator, device: Device, stream: int, replays: int = 2) -> None:
-        self._comm, self._device, self._stream, self._replays = comm, device, stream, replays
-        self.rank, self.size = comm.rank, comm.size
-
-    def __getattr__(self, name: str) -> Callable[..., hetcoll.Work]:
-        method, device, stream = getattr(self._comm, name), self._device, self._stream
-
-        def call(*args: Any, **options: Any) -> hetcoll.Work:
-            arrays = [a for a in args if isinstance(a, np.ndarray)]
-            with Copies(device, arrays) as copies:
-                moved = [copies.buffer(a) if isinstance(a, np.ndarray) else a for a in args]
-                zeros = np.zeros(max((a.nbytes for a in arrays), default=0), np.uint8)
-                with Capture(device, stream) as captured:
-                    method(*moved, stream=stream, **options)
-                for turn in range(self._replays):
-                    device.synchronize()
-                    copies.__enter__()
-                    for array, buffer in zip(arrays, filter(_is_buffer, moved), strict=True):
-                        if turn + 1 < self._replays and array.nbytes:
-                            device.copy(buffer.ptr, zeros.ctypes.data, array.nbytes)
-                    device.synchronize()
-                    captured.replay(stream)
-                device.synchronize()
-                copies.fetch()
-                captured.close()
-            return hetcoll.Work()
-
-        return call
-
-
-def _is_buffer(value: object) -> bool:
-    return isinstance(value, hetcoll.calls.buffers.Buffer)
-
-
 def run_in_graphs(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
     device = device_of_rank(comm.rank)
     device.activate()
@@ -105,24 +68,6 @@ def run_in_graphs(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
 def test_every_collective(gpus: Any, kinds: str, queues: int) -> None:
     cases = list(cases_of(len(kinds), (250_001,)))
     check(gpus(kinds, queues=queues), cases, run_in_graphs)
-
-
-def warned_in_graphs(comm: hetcoll.Communicator, cases: list[Case]) -> list[str]:
-    """What is warned of while calls are captured and replayed."""
-    said, log = io.StringIO(), logging.getLogger("hetcoll")
-    log.addHandler(handler := logging.StreamHandler(said))
-    try:
-        run_in_graphs(comm, cases)
-    finally:
-        log.removeHandler(handler)
-    return said.getvalue().splitlines()
-
-
-def test_the_check_says_once_that_replays_are_unchecked(gpus: Any) -> None:
-    cases = [Case("broadcast", "float32", 9, root=1), Case("allreduce", "float32", 9)]
-    for said in gpus("nn", HETCOLL_CHECK="1").run(warned_in_graphs, cases, timeout=60):
-        (line,) = said
-        assert line.startswith("broadcast(float32, count=9, root=1) is captured by a graph: its replays are unchecked")
 
 
 @parametrize("islands", ["0,1,2|3", "0,1|2,3"], first=0)

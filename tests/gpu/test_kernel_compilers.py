@@ -30,7 +30,7 @@ FLAGS = "-x hip -std=c++17 -O3 -ffp-contract=off --cuda-device-only -nogpuinc -n
 AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}  # and the width of their wavefronts
 # Each kind of module, and of number. The others differ from them in a type.
 SOME = ("signals", "float8", "float8_e4m3fn", "float8_e5m2fnuz_exchange", "bfloat16", "float16_codecs", "float32",
-        "int64", "complex64", "bool_exchange")  # fmt: skip
+        "int64", "complex64", "bool_exchange", "float32_checks", "int64_checks")  # fmt: skip
 FEW = ("signals", "float8_e5m2fnuz_exchange", "bfloat16")
 NVIDIA = ("sm_80", "sm_90")
 DEBIAN_HIP = Path("/usr/lib/x86_64-linux-gnu/libamdhip64.so.5")
@@ -137,7 +137,7 @@ from hetcoll.errors import DeviceError
 
 for arch in ("gfx90a:sramecc+:xnack-", "gfx1030"):
     compiler = hip.Hiprtc(arch)
-    for module in ("signals", "bfloat16", "uint8") if arch == "gfx1030" else ("float32", "float8_e4m3fnuz"):
+    for module in ("signals", "bfloat16", "uint8") if arch == "gfx1030" else ("float32", "int64_checks"):
         image = compiler.compile(module, source(module))
         assert image.startswith(b"\\x7fELF"), image[:20]
         for name in modules()[module]:

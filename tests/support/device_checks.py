@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fold_checks
 import kernel_checks
 import numpy as np
 import pytest
@@ -532,6 +533,13 @@ def check_kernels(device: Device, dtype: DType) -> None:
             kernel_checks.check_scale(operands, dtype, shape)
         kernel_checks.check_oneshot(machine, dtype, 2)
         kernel_checks.check_oneshot(machine, dtype, 3)
+
+
+def check_folds(device: Device) -> None:
+    """What HETCOLL_CHECK does at replays, of both kinds of types."""
+    with DeviceMachine(device) as machine:
+        for dtype in (DType.FLOAT32, DType.INT16):
+            fold_checks.check_folds(machine, dtype)
 
 
 def check_messages(device: Device) -> None:

@@ -53,6 +53,7 @@ from .work import GpuWork
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
+    from .replays import Replays
 
 _DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
 
@@ -83,6 +84,7 @@ class GpuExecutor:
     ) -> None:
         self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
         self._compression, self._planner = planner.compression, planner
+        self._replays: Replays | None = None
         self._engine = wiring.engine
         self._all_know = AllKnow(diagnosis, wiring.rank)
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
@@ -145,6 +147,7 @@ class GpuExecutor:
                 self._broken,
                 self._give_up,
                 self._release,
+                self.look_at_replays,
                 timeout,
             )
             self._calls = _native.GpuCalls(
@@ -297,6 +300,21 @@ class GpuExecutor:
                 wanted = f"memory of {self._kind}:{self._device.index}, the GPU of rank {self._wiring.rank}"
                 raise BufferTypeError(f"{name}: wanted {wanted}, got some of {buffer.device}:{buffer.index}")
         return streams.handle(stream, next(filter(None, buffers.values()), None))
+
+    @property
+    def replays(self) -> Replays:
+        """What HETCOLL_CHECK has graphs do, made by the first call that is captured."""
+        if self._replays is None:
+            from .replays import Replays
+
+            self._replays = Replays(self, self._queue, self._calls, self._diagnosis, self._wiring)
+            self._undo.callback(self._replays.close)
+        return self._replays
+
+    def look_at_replays(self) -> None:
+        """Tell of what has been found in replays."""
+        if self._replays is not None and not self._engine.failed:
+            self._replays.look()
 
     # Failing.
 

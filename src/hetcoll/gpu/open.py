@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .copies import Copies
     from .cpu_rank import CpuRank
     from .executor import GpuExecutor
+    from .replays import Replays
     from .snapshot import GpuSnapshot
 
 _KINDS = {"rocm": "hip"}  # a device's name in DLPack's words: whose it is
@@ -174,6 +175,15 @@ class Gpus:
             return self.device_of(buffer).capturing(streams.handle(stream, buffer))
         except DeviceError as error:
             raise ArgumentError(f"stream: wanted one of {buffer.place}: {error}") from error
+
+    def replays(self, buffer: Buffer, stream: object, seconds: float) -> Replays:
+        """See `runtime.executor.Gpus`."""
+        return self.on_gpu(buffer, stream, seconds).replays
+
+    def look_at_replays(self) -> None:
+        """See `runtime.executor.Gpus`."""
+        if self.executor is not None:
+            self.executor.look_at_replays()
 
     def converts(self, buffer: Buffer | None, stream: object, seconds: float) -> bool:
         """See `runtime.executor.Gpus` and `float8`. As `on_gpu`."""

@@ -46,12 +46,13 @@ class GpuWatch:
         broken: Callable[[str], None],
         give_up: Callable[[], None],
         release: Callable[[], None],
+        look: Callable[[], None],
         timeout: float,
     ) -> None:
         self._idle, self._awaited, self._progress, self._problem = idle, awaited, progress, problem
         self._deadlines = deadlines
         self._still, self._stuck, self._broken = still, stuck, broken
-        self._give_up, self._release = give_up, release
+        self._give_up, self._release, self._look = give_up, release, look
         self._timeout = timeout
         self._wake = threading.Event()
         self._failed = threading.Event()
@@ -112,6 +113,7 @@ class GpuWatch:
         while True:
             self._wake.wait(self._pause)
             self._wake.clear()
+            self._look()
             self._look_after()
             if self._ended:
                 return
@@ -134,6 +136,7 @@ class GpuWatch:
             elif seconds > _STILL:
                 self._still()
             self._failed.wait(_PAUSE)
+            self._look()
         if self._failed.is_set():
             self._let_go()
 

@@ -65,12 +65,13 @@ class Fold:
         self._dtype, self._op, self._size = call.dtype, call.op, size
         self._lanes = max(1, _LANES // parts)
         self._floats = _FLOATS.get(call.dtype)
-        self._rounds = call.op is ReduceOp.AVG or (self._floats is not None and call.op is ReduceOp.SUM)
+        self.rounds = call.op is ReduceOp.AVG or (self._floats is not None and call.op is ReduceOp.SUM)
+        """Whether results are rounded sums, which have bounds."""
         self._ufunc = _OF_BOOL.get(call.op, _FOLDS[call.op]) if call.dtype is DType.BOOL else _FOLDS[call.op]
 
     def of(self, values: Array) -> list[list[Any]]:
         """The fold of some elements as JSON has it: exact lanes; or sums, sums of magnitudes, and the largest one."""
-        if self._rounds:
+        if self.rounds:
             wide = values.view(values.real.dtype) if self._dtype in COMPLEX else values
             wide = wide.astype(np.float64)
             sizes = np.abs(wide)
@@ -85,12 +86,12 @@ class Fold:
     def differs(self, folds: Sequence[list[list[Any]]], result: Array) -> str:
         """Where the fold of `result` is not what those of all ranks' inputs make; nothing where it is."""
         lanes = self.of(result)[0]
-        if self._rounds:
+        if self.rounds:
             got = np.array(lanes)
             wanted, sizes = (np.sum([fold[i] for fold in folds], axis=0) for i in (0, 1))
             by = self._size if self._op is ReduceOp.AVG else 1
             wrong = ~(np.abs(got - wanted / by) <= self._bound(sizes / by, result.size))
-            if sum(fold[2][0] for fold in folds) > self._most():  # some element may have overflowed
+            if sum(fold[2][0] for fold in folds) > self.most:  # some element may have overflowed
                 wrong &= np.isfinite(got) & (self._floats is not None)
             return self._spell(wrong, wanted / by, got)
         exact = np.bool_ if self._op in LOGICAL else np.float64 if self._floats is not None else result.dtype
@@ -98,19 +99,26 @@ class Fold:
         wanted = self._ufunc.reduce(np.array([fold[0] for fold in folds], exact), axis=0, dtype=exact)
         return self._spell(got != wanted, wanted, got)
 
-    def _most(self) -> float:
+    @property
+    def most(self) -> float:
         """Up to which no sum overflows."""
         return float(np.iinfo(self._dtype.label).max) if self._floats is None else self._floats.most
 
     def _bound(self, sizes: Array, count: int) -> Array:
-        """What rounding may do to a lane of the result and to the folds (Higham, Accuracy and Stability of Numerical
-        Algorithms, 4.2). Numbers below the normal ones lose up to the least one each time."""
-        each = math.ceil(count / self._lanes) + self._size
-        folding = sizes * each * 2.0**-51
+        slope, floor = self.bounds(math.ceil(count / self._lanes))
+        return sizes * slope + floor
+
+    def bounds(self, count: int) -> tuple[float, float]:
+        """What rounding may do to a lane of so many elements of the result, and to the folds: for each of the sum of
+        the magnitudes, and in any case (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Numbers below the
+        normal ones lose up to the least one each time."""
+        each = count + self._size
+        folding = each * 2.0**-51
         if self._floats is None:
-            return folding + each
-        rounding: Array = sizes * (self._size + 2) * 2.0 ** (1 - self._floats.digits)
-        return folding + rounding + each * (self._size + 2) * self._floats.least
+            return folding, each
+        return folding + (self._size + 2) * 2.0 ** (1 - self._floats.digits), each * (
+            self._size + 2
+        ) * self._floats.least
 
     def _spell(self, wrong: Array, wanted: Array, got: Array) -> str:
         if not wrong.any():

@@ -67,7 +67,7 @@ class CrossCheck:
 
     def tell(self, call: Call, converts: bool, async_op: bool, seconds: float) -> Told:
         """Begin to tell the others of this rank's input. `converts`: ranks may have other kinds of 8-bit floats."""
-        source, parts = given(call, self._rank), _shares(call, self._size)[0]
+        source, parts = given(call, self._rank), shares(call, self._size)[0]
         odd = "" if source is None else find_odd(source)
         sums = [None] * len(parts) if source is None else self._checksums(call, source, converts)
         with self._lock:
@@ -129,7 +129,7 @@ class CrossCheck:
             self._fail(f"the result of {call} is not the same everywhere: {'; '.join(parts)}")
 
     def _checksums(self, call: Call, source: Buffer, converts: bool) -> list[Any]:
-        parts = _parts(source, _shares(call, self._size)[0])
+        parts = _parts(source, shares(call, self._size)[0])
         if call.collective not in REDUCING:
             return [hash_of(part, converts) for part in parts]
         if converts or not foldable(call):
@@ -144,9 +144,9 @@ class CrossCheck:
         if call.collective in REDUCING:
             if converts or not foldable(call):
                 return ""
-            return Fold(call, self._size, len(_shares(call, self._size)[0])).differs(given, view(result))
+            return Fold(call, self._size, len(shares(call, self._size)[0])).differs(given, view(result))
         sources = [call.root] if call.collective in FROM_ROOT else range(self._size)
-        parts = _parts(result, _shares(call, self._size)[1])
+        parts = _parts(result, shares(call, self._size)[1])
         wrong = [rank for rank, part in zip(sources, parts, strict=True) if hash_of(part, converts) != given[rank]]
         return f"what {spell_ranks(wrong)} gave came changed" if wrong else ""
 
@@ -173,7 +173,7 @@ def _digest(blob: bytes) -> bytes:
     return hashlib.blake2b(blob, digest_size=_DIGEST).digest()
 
 
-def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
+def shares(call: Call, size: int) -> tuple[list[int], list[int]]:
     """Elements of the parts that a rank gives and gets, by rank where they are cut so."""
     if call.collective is Collective.ALLTOALLV:
         send, recv = ([b - a for a, b in pairwise(table)] for table in (call.send_table, call.recv_table))

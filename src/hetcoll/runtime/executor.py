@@ -144,6 +144,19 @@ class Snapshot(Work):
         raise NotImplementedError
 
 
+class Replays(Protocol):
+    """HETCOLL_CHECK of what graphs capture (`gpu.replays.Replays`)."""
+
+    def collective(self, call: Call, stream: object, start: Callable[[Call], Work]) -> Work:
+        """Have `start` capture `call` on `stream`, and what checks its replays around it."""
+
+    def exchange(self, ends: SendRecv, stream: object, start: Callable[[SendRecv], Work]) -> Work:
+        """The same of a message, or two at once."""
+
+    def exchange_all(self, messages: Sequence[Message], start: Callable[[Sequence[Message]], None]) -> None:
+        """The same of messages that are under way together."""
+
+
 class Gpus(Protocol):
     """One communicator's GPU side, set up by the first call that needs it, collectively (`gpu.open.Gpus`)."""
 
@@ -194,6 +207,12 @@ class Gpus(Protocol):
 
     def capturing(self, buffer: Buffer, stream: object) -> bool:
         """Whether a graph captures a call on it, on `stream`."""
+
+    def replays(self, buffer: Buffer, stream: object, seconds: float) -> Replays:
+        """What checks the replays of calls on such memory. As `on_gpu`."""
+
+    def look_at_replays(self) -> None:
+        """Tell of what has been found in replays: all ranks, where it is a wrong result."""
 
     def converts(self, buffer: Buffer | None, stream: object, seconds: float) -> bool:
         """Whether it is of 8-bit floats, of which ranks may pass two kinds."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..config.env import Config
     from ..health.diagnosis import Diagnosis
     from ..rendezvous.session import Session
-    from .executor import Gpus, Snapshot
+    from .executor import Gpus, Replays, Snapshot
     from .host import HostExecutor
 
 log = logging.getLogger("hetcoll")
@@ -82,7 +82,7 @@ class Inspection:
         self._lock = threading.Lock()
         self._beginning = threading.Lock()  # held from what is told before a collective until its beginning
         self._orders: dict[tuple[int, int], threading.Lock] = {}  # the same for messages, by kind and peer
-        self._warned = False
+        self._warned: set[str] = set()
 
     def _start(self, call: Call, async_op: bool, seconds: float) -> Work:
         return self._core.start(call, async_op, seconds, None)
@@ -90,8 +90,10 @@ class Inspection:
     def collective(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """As `Core.start`, with looks before and after."""
         core, check, digest, buffer = self._core, self._check, self._digest, call.send or call.recv
-        if (check is None and async_op) or self._passes(buffer, stream, call.describe):
+        if check is None and async_op:
             return core.start(call, async_op, seconds, stream)
+        if self._captured(buffer, stream):
+            return self._capture(call, async_op, seconds, stream)
         converts = core.gpus.converts(buffer, stream, seconds)
         seen, told = self._on_host(call, stream), None
         if digest is not None and not async_op:
@@ -110,6 +112,18 @@ class Inspection:
         if digest is not None:
             digest.after(seen, converts)
         return work
+
+    def _capture(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
+        """A graph captures it: what checks it is captured with it, and looks at each replay on the GPUs."""
+        start = partial(self._core.start, async_op=async_op, seconds=seconds, stream=stream)
+        if self._digest is not None:
+            self._warn(call.describe(), "HETCOLL_DIGEST does not have its replays")
+        buffer = call.send or call.recv
+        if self._check is None or buffer is None:
+            return start(call)
+        with self._beginning:
+            replays = self._replays([buffer], stream, seconds, call.describe)
+            return start(call) if replays is None else replays.collective(call, stream, start)
 
     def _on_host(self, call: Call, stream: object) -> Call:
         """`call` with copies on the host of buffers on a GPU, after what is on `stream`."""
@@ -135,22 +149,28 @@ class Inspection:
     def exchange(self, ends: SendRecv, async_op: bool, seconds: float, stream: object) -> Work:
         """As `Core.exchange`."""
         core = self._core
-        if self._check is None or self._passes(ends.first, stream, ends.describe):
+        if self._check is None:
             return core.exchange(ends, async_op, seconds, stream)
         send, dest, recv, source = ends
+        order = [(SEND, dest)] * (send is not None) + [(RECV, source)] * (recv is not None)
+        if self._captured(ends.first, stream):
+            with self._in_order(order):
+                start = partial(core.exchange, async_op=async_op, seconds=seconds, stream=stream)
+                replays = self._replays([ends.first], stream, seconds, ends.describe)
+                return start(ends) if replays is None else replays.exchange(ends, stream, start)
         on_host = ends.first.device == "cpu"
         out = None if send is None else Message(SEND, send, dest)
         words = None if out is None else self.words(out, stream, seconds)
         odd, incoming = "" if words is None else words[1], None
-        start = partial(core.exchange, ends, async_op or on_host, seconds, stream)
-        with self._in_order([(SEND, dest)] * (send is not None) + [(RECV, source)] * (recv is not None)):
-            work = None if on_host else start()  # GPUs may refuse it
+        begin = partial(core.exchange, ends, async_op or on_host, seconds, stream)
+        with self._in_order(order):
+            work = None if on_host else begin()  # GPUs may refuse it
             own: deque[Row] = deque()
             if out is not None and words is not None:
                 self._announce(out, words[0], seconds, own)
             if recv is not None:
                 incoming = self._expect(Message(RECV, recv, source), stream, seconds, own)
-            work = work or start()
+            work = work or begin()
         if async_op:
             if incoming is None and not odd:
                 return work
@@ -188,14 +208,21 @@ class Inspection:
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """As `Core.exchange_all`. What concerns one rank is in the order of the calls."""
         core, rank, on_gpu = self._core, self._core.rank, [m for m in messages if m.buffer.device != "cpu"]
-        first = on_gpu[0].buffer if on_gpu else None
-        if self._check is None or self._passes(first, None, lambda: f"group of {', '.join(map(str, messages))}"):
+        if self._check is None:
             core.exchange_all(messages, seconds)
+            return
+        ends = [(m.kind, m.peer) for m in messages]  # of which GPUs begin all at once, and the host one after another
+        if self._captured(on_gpu[0].buffer if on_gpu else None, None):
+            with self._in_order(ends):
+                what, start = partial(_spell, on_gpu), partial(core.exchange_all, seconds=seconds)
+                replays = self._replays([m.buffer for m in on_gpu], None, seconds, what)
+                start(on_gpu) if replays is None else replays.exchange_all(on_gpu, start)
+            if rest := [m for m in messages if m.buffer.device == "cpu"]:
+                self.exchange_all(rest, seconds)
             return
         words = [self.words(m, None, seconds) if m.kind == SEND else None for m in messages]
         own: deque[Row] = deque()
         works, incoming = list[Work](), list[Incoming]()
-        ends = [(m.kind, m.peer) for m in messages]  # of which GPUs begin all at once, and the host one after another
         with self._in_order(ends if on_gpu else []):
             core.exchange_all([m for m in messages if m.buffer.device != "cpu" or m.peer == rank], seconds)
             for message, word, end in zip(messages, words, ends, strict=True):
@@ -247,23 +274,30 @@ class Inspection:
         """A message that is there, of which its sender says this."""
         return Incoming(self._core, message, False, row, DONE)
 
-    def _passes(self, buffer: Buffer | None, stream: object, what: Callable[[], str]) -> bool:
-        """Whether a graph captures a call, which is not looked at: its data comes with replays. Before anything is told
-        it refuses memory of another device, and looks at earlier calls that are over."""
+    def _captured(self, buffer: Buffer | None, stream: object) -> bool:
+        """Whether a graph captures a call: its data comes with replays. Before anything is told it refuses memory of
+        another device, and looks at earlier calls that are over."""
         self._look_at_open()
+        self._core.host.check_usable()  # they may have been wrong
         if buffer is None:
             return False
         self._core.gpus.check_place(buffer)
-        if not self._core.gpus.capturing(buffer, stream):
-            return False
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "%s is captured by a graph: its replays are unchecked, and those of what is captured later"
-                " (HETCOLL_CHECK, HETCOLL_DIGEST)",
-                what(),
-            )
-        return True
+        return self._core.gpus.capturing(buffer, stream)
+
+    def _replays(
+        self, buffers: Sequence[Buffer], stream: object, seconds: float, what: Callable[[], str]
+    ) -> Replays | None:
+        """What checks the replays of a call on `buffers`. None where that cannot be, which is said."""
+        gpus = self._core.gpus
+        if not any(gpus.converts(buffer, stream, seconds) for buffer in buffers):
+            return gpus.replays(buffers[0], stream, seconds)
+        self._warn(what(), "HETCOLL_CHECK does not see its replays, as ranks have two kinds of 8-bit floats")
+        return None
+
+    def _warn(self, what: str, problem: str) -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
+            log.warning("%s is captured by a graph: %s. It is the same with what is captured later", what, problem)
 
     # Works that are not over.
 
@@ -278,7 +312,8 @@ class Inspection:
         return work
 
     def _look_at_open(self) -> None:
-        """At operations that are over, also where nobody waits for them."""
+        """At operations that are over, also where nobody waits for them, and at replays."""
+        self._core.gpus.look_at_replays()
         over = {id(work) for work in [*self._open, *self._copies] if work.done}
         with self._lock:
             self._open, self._copies = (
@@ -349,6 +384,10 @@ def _look(looks: Sequence[Callable[[], None]], odd: Sequence[str]) -> None:
             problems.append(error)
     if problems:
         raise ArgumentError("; ".join(map(str, problems)))
+
+
+def _spell(messages: Sequence[Message]) -> str:
+    return f"group of {', '.join(map(str, messages))}"
 
 
 def _odd(source: int, dest: int, odd: str, site: str) -> str:

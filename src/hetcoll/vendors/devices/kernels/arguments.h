@@ -114,4 +114,52 @@ struct Tokens {
 };
 static_assert(sizeof(Tokens) == 168, "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
+constexpr unsigned kFoldLanes = 16;
+
+// What is known of some elements (checks.h): a hash of their bits; how many are not finite, and the first of them, or
+// ~0; of sums the largest magnitude. A lane has every 16th 16 bytes: their fold, and of sums their magnitudes'. What is
+// a double is here by its bits.
+struct Record {
+  unsigned long long hash, odd, first, most;
+  unsigned long long lane[kFoldLanes], size[kFoldLanes];
+};
+static_assert(sizeof(Record) == 288, "hetcoll/vendors/devices/kernels/table.py has the same size");
+
+// What the kernels that fold take. Part p, from element offsets[p] on to before offsets[p + 1], has a record at to[p].
+struct Fold {
+  Record* to;
+  const char* from;                   // at any address
+  const unsigned long long* offsets;  // in memory that host and device have mapped
+  Record* partial;                    // one a block, where a part has several
+  unsigned* tickets;                  // one a part, 0 between launches
+  unsigned op, blocks;                // as kMoved of checks.h says; of a part
+};
+static_assert(sizeof(Fold) == 48, "hetcoll/vendors/devices/kernels/table.py has the same layout");
+
+// What a rank finds in the replays of a call that a graph captured, in memory that host and device have mapped. A
+// replay is said last of all that is known of it: the first one whose input was not finite, and the first one that was
+// wrong.
+struct Findings {
+  unsigned long long replays;
+  unsigned long long odd_replay, odd, first;
+  unsigned long long wrong_replay, what, where, got, wanted;  // as Wrong of checks.h says
+};
+static_assert(sizeof(Findings) == 72, "hetcoll/vendors/devices/kernels/table.py has the same layout");
+
+// What the kernels that compare take.
+struct Comparison {
+  Findings* to;
+  const Record* given;                // rank r's at given[r * stride]; in all-reduces that of its result follows
+  const Record* own;                  // of what this rank gives, by part
+  const Record* made;                 // of the result, by part
+  const unsigned long long* offsets;  // of the parts of `own`
+  double slope, floor, most;          // of sums: see Fold of runtime/checksums.py
+  unsigned op, divisor;               // as Fold has it; of sums
+  unsigned rank, size, stride, own_parts, parts;
+  unsigned root;   // who gave the only part of what was moved; `size`: rank r gave part r
+  unsigned same;   // whether all ranks are to have one result
+  unsigned whole;  // whether elements are integers, whose sums are checked only where none can wrap
+};
+static_assert(sizeof(Comparison) == 104, "hetcoll/vendors/devices/kernels/table.py has the same layout");
+
 }  // namespace hetcoll

@@ -50,6 +50,7 @@ HETCOLL_DEVICE void StoreRelaxedPair(void* to, U64 first, U64 second) {
   asm volatile("st.volatile.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
 }
 HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return atomicAdd(at, more); }
+HETCOLL_DEVICE void Fence() { __threadfence(); }  // of this device
 }  // namespace hetcoll
 
 #else
@@ -89,6 +90,7 @@ HETCOLL_DEVICE void StoreRelaxedPair(void* to, U64 first, U64 second) {
   StoreRelaxed(static_cast<U64*>(to) + 1, second);
 }
 HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return __atomic_fetch_add(at, more, __ATOMIC_RELAXED); }
+HETCOLL_DEVICE void Fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 }  // namespace hetcoll
 
 #endif

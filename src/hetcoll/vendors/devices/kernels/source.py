@@ -22,7 +22,7 @@ _WORDS = {
 }  # by bytes: what is copied at least
 ROWS, GATHER_ROWS = "rows", "gather_rows"
 TOKENS, PLACE_TOKENS = "tokens", "place_tokens"
-_EXCHANGE, _CODECS = "_exchange", "_codecs"  # modules of their own, as few programs need them
+_EXCHANGE, _CODECS, _CHECKS = "_exchange", "_codecs", "_checks"  # modules of their own, as few programs need them
 _CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _CODINGS = ("round", "encode", "decode", "add")
 _SIGNAL_KERNELS = ("bump", "await")
@@ -84,6 +84,11 @@ def tokens_names(dtype: DType) -> tuple[str, ...]:
     return tuple(f"{what}_tokens_{dtype.label}" for what in _TOKENS_DO)
 
 
+def checks_names(dtype: DType) -> tuple[str, str]:
+    """The kernels that fold parts of buffers, and compare folds."""
+    return f"fold_{dtype.label}", f"compare_{dtype.label}"
+
+
 def _formats(dtype: DType) -> list[Format]:
     """Those that are narrower than the type."""
     return [form for form in Format if form.factor(dtype.itemsize) < 1]
@@ -128,6 +133,7 @@ def modules() -> dict[str, tuple[str, ...]]:
         table[dtype.label] = tuple(names)
         if dtype in _CODED:
             table[dtype.label + _CODECS] = tuple(name for form in _formats(dtype) for name in codec_names(dtype, form))
+        table[dtype.label + _CHECKS] = checks_names(dtype)
         table[dtype.label + _EXCHANGE] = tuple(exchange_name(dtype, op) for op in reductions(dtype))
     return table
 
@@ -152,7 +158,9 @@ def source(module: str) -> str:
     if module == GATHER:
         lines = [_expand("devices/kernels/exchange.h", set()), f'#line 1 "{module}"\n']
         return "".join([*lines, *(f"HETCOLL_GATHER({nbytes}, {word})\n" for nbytes, word in _WORDS.items())])
-    dtype = DType[module.removesuffix(_EXCHANGE).removesuffix(_CODECS).upper()]
+    dtype = DType[module.removesuffix(_EXCHANGE).removesuffix(_CODECS).removesuffix(_CHECKS).upper()]
+    if module.endswith(_CHECKS):
+        return _expand("devices/kernels/checks.h", set()) + f'#line 1 "{module}"\nHETCOLL_CHECKS({dtype.label})\n'
     if module.endswith(_CODECS):
         lines = [_expand("devices/kernels/codecs.h", set()), f'#line 1 "{module}"\n']
         return "".join([*lines, *(f"HETCOLL_CODECS({dtype.label}, {form.label})\n" for form in _formats(dtype))])

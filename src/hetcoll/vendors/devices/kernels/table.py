@@ -15,6 +15,7 @@ from .source import module_of, source
 log = logging.getLogger("hetcoll")
 
 ONESHOT_RANKS, AWAITED = 16, 32  # kOneshotRanks of arguments.h, kAwaited of waits.h
+FOLD_LANES, FOLD_THREADS, RECORD_WORDS, MOVED = 16, 256, 36, 255  # kFoldLanes, kFoldThreads; of a Record; kMoved
 MESSAGES, MESSAGE_BLOCKS, MESSAGE_THREADS = 2 * (ONESHOT_RANKS - 1), 32, 256  # kMessages, kMessageBlocks
 _WORD_SLOT, _PACK_SLOT, _RING_SLOTS = 4096, 8192, 8  # of messages.h
 MESSAGE_WORDS = MESSAGE_BLOCKS * _WORD_SLOT // 2  # bytes of a message up to which it is words
@@ -144,6 +145,61 @@ class Tokens(ctypes.Structure):
         ("id_bytes", ctypes.c_uint32),
         ("fp8", ctypes.c_uint32),
         ("dense", ctypes.c_uint32),
+    )
+
+
+class Fold(ctypes.Structure):
+    """The argument of the kernels that fold: ``arguments.h`` says what each field is."""
+
+    _fields_ = (
+        ("to", ctypes.c_uint64),
+        ("from_", ctypes.c_uint64),
+        ("offsets", ctypes.c_uint64),
+        ("partial", ctypes.c_uint64),
+        ("tickets", ctypes.c_uint64),
+        ("op", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
+    )
+
+
+class Findings(ctypes.Structure):
+    """What is found in replays: ``arguments.h`` says what each field is."""
+
+    _fields_ = (
+        ("replays", ctypes.c_uint64),
+        ("odd_replay", ctypes.c_uint64),
+        ("odd", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+        ("wrong_replay", ctypes.c_uint64),
+        ("what", ctypes.c_uint64),
+        ("where", ctypes.c_uint64),
+        ("got", ctypes.c_uint64),
+        ("wanted", ctypes.c_uint64),
+    )
+
+
+class Comparison(ctypes.Structure):
+    """The argument of the kernels that compare: ``arguments.h`` says what each field is."""
+
+    _fields_ = (
+        ("to", ctypes.c_uint64),
+        ("given", ctypes.c_uint64),
+        ("own", ctypes.c_uint64),
+        ("made", ctypes.c_uint64),
+        ("offsets", ctypes.c_uint64),
+        ("slope", ctypes.c_double),
+        ("floor", ctypes.c_double),
+        ("most", ctypes.c_double),
+        ("op", ctypes.c_uint32),
+        ("divisor", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("stride", ctypes.c_uint32),
+        ("own_parts", ctypes.c_uint32),
+        ("parts", ctypes.c_uint32),
+        ("root", ctypes.c_uint32),
+        ("same", ctypes.c_uint32),
+        ("whole", ctypes.c_uint32),
     )
 
 
