@@ -60,7 +60,7 @@ void Garbage() {
     const std::size_t length = random() % 200;
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) std::abort();
-    Engine e({0, 2, 1, "hetcoll-garbage-" + std::to_string(getpid()), 0, 20e-6, false});
+    Engine e({0, 2, 1, 0, 20e-6, false});
     e.AttachTcp(1, 0, std::vector{pair[0]});
     e.AttachTcp(1, 1, std::vector{dup(pair[0])});
     Bytes bytes(length);

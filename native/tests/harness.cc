@@ -180,12 +180,10 @@ std::pair<std::vector<int>, std::vector<int>> TcpPairs(int count) {
 }  // namespace
 
 Job::Job(const JobOptions& o) : size_(o.size), tls_(o.tls) {
-  static std::atomic<int> jobs{0};
-  const std::string name = "hetcoll-test-" + std::to_string(getpid()) + "-" + std::to_string(jobs++);
   const bool crowded = o.size > static_cast<int>(std::thread::hardware_concurrency());
   for (int r = 0; r < o.size; ++r) {
-    engines_.push_back(std::make_unique<Engine>(EngineOptions{r, o.size, 0x1234, name, r, o.spin_seconds, crowded,
-                                                              o.fault, o.sleep_slice_ns, o.recovery_ns, o.integrity}));
+    engines_.push_back(std::make_unique<Engine>(EngineOptions{r, o.size, 0x1234, r, o.spin_seconds, crowded, o.fault,
+                                                              o.sleep_slice_ns, o.recovery_ns, o.integrity}));
   }
   if (o.over == Over::kShm) {
     MapAll(o);

@@ -15,10 +15,8 @@ struct Mixed {
       : size(static_cast<int>(host.size())),
         gpu(std::move(has_gpu)),
         gpus(size, queues, 5, late, std::move(host), 1, "", false) {
-    static std::atomic<int> jobs{0};
-    const std::string name = "hetcoll-mixed-" + std::to_string(getpid()) + "-" + std::to_string(jobs++);
     for (int r = 0; r < size; ++r) {
-      engines.push_back(std::make_unique<Engine>(EngineOptions{r, size, 0x77, name, r, 20e-6, true}));
+      engines.push_back(std::make_unique<Engine>(EngineOptions{r, size, 0x77, r, 20e-6, true}));
     }
     for (int a = 0; a < size; ++a) {
       for (int b = a + 1; b < size; ++b) {
