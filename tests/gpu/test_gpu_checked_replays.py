@@ -10,6 +10,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,25 @@ def test_what_is_right_is_passed_without_a_word(checked: Any, kinds: str, island
     assert checked(kinds, islands).run(run_checked, cases, timeout=200) == [""] * size
 
 
+def run_digested(comm: hetcoll.Communicator) -> list[str]:
+    device = device_of_rank(comm.rank)
+    device.activate()
+    stream, array = device.stream(), DeviceArray.of(device, np.ones(9, np.float32))
+    with logged() as said, Capture(device, stream) as captured:
+        for _ in range(2):
+            comm.allreduce(array.buffer(), stream=stream)
+    captured.close()
+    device.destroy_stream(stream)
+    return said.getvalue().splitlines()
+
+
+@pytest.mark.fakes
+def test_a_digest_says_once_that_it_has_no_replays(tmp_path: Path) -> None:
+    with start("n", HETCOLL_DIGEST=str(tmp_path), HETCOLL_ISLANDS="0") as ranks:
+        ((line,),) = ranks.run(run_digested, timeout=60)
+    assert line.startswith("allreduce(float32, count=9, op=sum) is captured by a graph: HETCOLL_DIGEST has no replays")
+
+
 class Spoiled:
     """A call that is captured, whose result on rank 0 each replay overwrites with `tail`, an array on the GPU."""
 
@@ -226,7 +246,7 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
     close_all(made)
 
 
-@parametrize(("what", "dtype", "right", "wrong", "how"), WRONG, first=4)
+@parametrize(("what", "dtype", "right", "wrong", "how"), WRONG, first=3)
 def test_a_replay_that_is_wrong_is_found_on_every_rank(
     fresh: Any, what: str, dtype: str, right: float, wrong: float, how: str
 ) -> None:

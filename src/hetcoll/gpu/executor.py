@@ -436,6 +436,7 @@ class GpuExecutor:
                     self.fail()  # also of what the engine alone has failed with
                 time.sleep(0.001)
         self._windows.clear()  # there is nothing left to wait for where one is closed later
+        self._replays = None  # what is let go below has no results
         self._segment.release_kernels(self._share.here)  # of a replay that began just now: drivers wait for it below
         self._compression.forget()
         self._proxies.close(deadline)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,8 +102,9 @@ class Replays:
         work = start(call)
         if gets_it:
             folds.fold(folds.parts(result, gets), op, made, handle)
-        tell = alltoall if cut else allgather
-        start(tell(rank, size, _row(mine, rows * stride, like, handle), _row(theirs, size * stride, like, handle)))
+        mine_and_theirs = _row(mine, rows * stride, like, handle), _row(theirs, size * stride, like, handle)
+        telling = (alltoall if cut else allgather)(rank, size, *mine_and_theirs)
+        start(replace(telling, label=f"HETCOLL_CHECK after {call.describe()}"))
         compares = gets_it and (fold is not None or call.collective not in REDUCING)
         arguments = table.Comparison(
             given=theirs, made=made, same=same, stride=stride, rank=rank, size=size,

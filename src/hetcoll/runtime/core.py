@@ -196,7 +196,7 @@ class Core:
 
     def _start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         buffer = call.send or call.recv
-        if buffer is None or call.label:
+        if buffer is None or (call.label and buffer.device == "cpu"):
             return self.host.run(call, stream, async_op, seconds)
         with self.executor(buffer, stream, seconds) as executor:
             return executor.run(call, stream, async_op, seconds)

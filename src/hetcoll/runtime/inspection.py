@@ -6,7 +6,7 @@ it is not finite, since its receiver may be at work on it already; then it is an
 
 What is on a GPU is looked at on the host, which before a call waits for the call's stream. It does not wait for what
 comes from GPUs: the stream copies that to pinned memory, and the host looks at it in `Work.wait`, or at the
-communicator's next call.
+communicator's next call. What a graph captures is looked at by the GPUs at each replay (`gpu.replays`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..config.env import Config
     from ..health.diagnosis import Diagnosis
     from ..rendezvous.session import Session
-    from .executor import Gpus, Replays, Snapshot
+    from .executor import Gpus, Snapshot
     from .host import HostExecutor
 
 log = logging.getLogger("hetcoll")
@@ -82,7 +82,7 @@ class Inspection:
         self._lock = threading.Lock()
         self._beginning = threading.Lock()  # held from what is told before a collective until its beginning
         self._orders: dict[tuple[int, int], threading.Lock] = {}  # the same for messages, by kind and peer
-        self._warned: set[str] = set()
+        self._warned = False
 
     def _start(self, call: Call, async_op: bool, seconds: float) -> Work:
         return self._core.start(call, async_op, seconds, None)
@@ -116,14 +116,15 @@ class Inspection:
     def _capture(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """A graph captures it: what checks it is captured with it, and looks at each replay on the GPUs."""
         start = partial(self._core.start, async_op=async_op, seconds=seconds, stream=stream)
-        if self._digest is not None:
-            self._warn(call.describe(), "HETCOLL_DIGEST does not have its replays")
+        if self._digest is not None and not self._warned:
+            self._warned = True
+            text = "%s is captured by a graph: HETCOLL_DIGEST has no replays, of it and of what is captured later"
+            log.warning(text, call.describe())
         buffer = call.send or call.recv
         if self._check is None or buffer is None:
             return start(call)
         with self._beginning:
-            replays = self._replays([buffer], stream, seconds, call.describe)
-            return start(call) if replays is None else replays.collective(call, stream, start)
+            return self._core.gpus.replays(buffer, stream, seconds).collective(call, stream, start)
 
     def _on_host(self, call: Call, stream: object) -> Call:
         """`call` with copies on the host of buffers on a GPU, after what is on `stream`."""
@@ -156,8 +157,7 @@ class Inspection:
         if self._captured(ends.first, stream):
             with self._in_order(order):
                 start = partial(core.exchange, async_op=async_op, seconds=seconds, stream=stream)
-                replays = self._replays([ends.first], stream, seconds, ends.describe)
-                return start(ends) if replays is None else replays.exchange(ends, stream, start)
+                return core.gpus.replays(ends.first, stream, seconds).exchange(ends, stream, start)
         on_host = ends.first.device == "cpu"
         out = None if send is None else Message(SEND, send, dest)
         words = None if out is None else self.words(out, stream, seconds)
@@ -214,9 +214,8 @@ class Inspection:
         ends = [(m.kind, m.peer) for m in messages]  # of which GPUs begin all at once, and the host one after another
         if self._captured(on_gpu[0].buffer if on_gpu else None, None):
             with self._in_order(ends):
-                what, start = partial(_spell, on_gpu), partial(core.exchange_all, seconds=seconds)
-                replays = self._replays([m.buffer for m in on_gpu], None, seconds, what)
-                start(on_gpu) if replays is None else replays.exchange_all(on_gpu, start)
+                all_at_once = partial(core.exchange_all, seconds=seconds)
+                core.gpus.replays(on_gpu[0].buffer, None, seconds).exchange_all(on_gpu, all_at_once)
             if rest := [m for m in messages if m.buffer.device == "cpu"]:
                 self.exchange_all(rest, seconds)
             return
@@ -283,21 +282,6 @@ class Inspection:
             return False
         self._core.gpus.check_place(buffer)
         return self._core.gpus.capturing(buffer, stream)
-
-    def _replays(
-        self, buffers: Sequence[Buffer], stream: object, seconds: float, what: Callable[[], str]
-    ) -> Replays | None:
-        """What checks the replays of a call on `buffers`. None where that cannot be, which is said."""
-        gpus = self._core.gpus
-        if not any(gpus.converts(buffer, stream, seconds) for buffer in buffers):
-            return gpus.replays(buffers[0], stream, seconds)
-        self._warn(what(), "HETCOLL_CHECK does not see its replays, as ranks have two kinds of 8-bit floats")
-        return None
-
-    def _warn(self, what: str, problem: str) -> None:
-        if problem not in self._warned:
-            self._warned.add(problem)
-            log.warning("%s is captured by a graph: %s. It is the same with what is captured later", what, problem)
 
     # Works that are not over.
 
@@ -384,10 +368,6 @@ def _look(looks: Sequence[Callable[[], None]], odd: Sequence[str]) -> None:
             problems.append(error)
     if problems:
         raise ArgumentError("; ".join(map(str, problems)))
-
-
-def _spell(messages: Sequence[Message]) -> str:
-    return f"group of {', '.join(map(str, messages))}"
 
 
 def _odd(source: int, dest: int, odd: str, site: str) -> str:
