@@ -1,0 +1,80 @@
+"""What must hold at the end of every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hetcoll.rendezvous.protocol.news import Lost
+
+from .job import Job
+from .rank import History
+
+_NAMED = 6.0  # seconds in which a death is known, one after another
+_NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
+
+
+def judge(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
+    """All that is wrong; `gone`: when which ranks were killed."""
+    found = [*history.wrong]
+    found += [f"{name} left open: {what}" for name, what in history.left_open.items()]
+    found += _one_answer(job, history)
+    found += _ends(job, history, gone)
+    found += _false_alarms(job, history, gone)
+    if job.kind == "kill":
+        found += _named(job, history, gone)
+    return found
+
+
+def _one_answer(job: Job, history: History) -> Iterator[str]:
+    """What all of a group are told alike is the same for all; and nobody who goes on is told that it failed."""
+    for key, told in history.answers.items():
+        if len(set(told.values())) > 1:
+            yield f"different answers to {key}: {told}"
+        for name, error in history.failures.get(key, {}).items():
+            if "did not answer" in error and job.kind in ("cut", "storm"):
+                continue  # it was not told
+            if history.ends.get(name) == "" and any(history.ends.get(each) == "" for each in told):
+                yield f"{key} failed for {name} ({error}), and had an answer for {sorted(told)}"
+
+
+def _ends(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
+    must = [str(rank) for rank in range(job.size) if str(rank) not in gone]
+    if job.sound:
+        must += [f"+{number}" for number in range(len(job.newcomers))]
+    if job.kind in ("storm", "cut") or (job.kind == "vanish" and 2 * len(must) <= job.size):
+        return
+    if gone and min(gone.values()) < max(history.met.get(name, 1e9) for name in must or ["0"]):
+        return  # the job had not come together
+    for name in must:
+        end = history.ends.get(name, "not at all")
+        if end not in ("", "left"):
+            yield f"{name} ended: {end}"
+
+
+def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
+    """Nobody is said to be lost to whom nothing was done."""
+    if job.kind in ("storm", "cut"):
+        return
+    for name, news in history.news.items():
+        for when, group, event in news:
+            if isinstance(event, Lost):
+                who = history.places[group].get(event.rank, "?")
+                if gone.get(who, 1e9) > when:
+                    yield f"{name} heard at {when:.3f} that {who} (rank {event.rank}) was lost: {event.reason}"
+
+
+def _named(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
+    """Who was killed is named to all others of its group, in time."""
+    for group, places in history.places.items():
+        for rank, who in places.items():
+            if who not in gone:
+                continue
+            for name in places.values():
+                heard = [
+                    when
+                    for when, of, event in history.news[name]
+                    if isinstance(event, Lost) and of == group and event.rank == rank
+                ]
+                limit = gone[who] + (_NAMED_BEHIND if job.few else _NAMED * len(gone))
+                if heard and min(heard) > limit:
+                    yield f"{name} heard {min(heard) - gone[who]:.1f} s after it that {who} was lost"
