@@ -97,11 +97,13 @@ class Succession:
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
-        deadline = time.monotonic() + SECONDS
+        deadline, patient = time.monotonic() + SECONDS, not self._certain
         while time.monotonic() < deadline and not stopped():
             silent = False
             for places in self._order:
                 if places == self._mine:
+                    if silent and patient:  # where the store fell silent some notice it later than others
+                        break
                     return self._take_over(lost)
                 there = replace(lost, addresses=places)
                 found = _look(there, _GREETS)
@@ -110,6 +112,7 @@ class Succession:
                 silent, self._certain = silent or found is _Found.SILENT, self._certain and found is _Found.DEAD
             if not silent:
                 return None
+            patient = False
         return None
 
     def _take_over(self, lost: UniqueId) -> UniqueId:
