@@ -125,7 +125,7 @@ class Relay:
         # A store that does not know it any more, or has taken the place of another, knows its children no better: it
         # refuses a relay that was there before.
         entry = self._entry._replace(received=1 if again else 0)
-        place = uplink.enter(self._id, entry, time.monotonic() + seconds, again=again)
+        place = uplink.enter(self._id, entry, time.monotonic() + seconds, again=True)  # it is there, or gone
         self._up = Connection(place.sock, "the store", self._dirty, place.reader)
         self._behind, self._heard = place.behind, time.monotonic()
         self._selector.register(place.sock, selectors.EVENT_READ, self._up)

@@ -34,7 +34,7 @@ SILENCE = 10.0  # seconds without a word from a relay until it is given up
 RETURN = 20.0  # seconds in which whoever lost its relay finds another
 GRACE = 3.0  # seconds in which the members of a small job come to a new store
 ABSENCE = 30.0  # seconds until who lives and has not come back to the store is lost; of large jobs, who may live
-_RELAY_SECONDS = 10.0  # that a relay has to answer
+RELAY_SECONDS = 5.0  # that a relay has to answer
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 8.0  # seconds until who was not let in comes again, doubling: many wait at once
 _FAREWELL = 1.0  # seconds that who leaves looks for another way, to say so
 TOKEN_BYTES = 16
@@ -136,7 +136,7 @@ def enter(
             pause = min(2 * pause, _LAST_PAUSE)
             continue
         token, places = unpack(answer.body)
-        soon = min(deadline, time.monotonic() + _RELAY_SECONDS)
+        soon = min(deadline, time.monotonic() + RELAY_SECONDS)
         try:
             sock = connect_relay(unique_id, token, read_places(places), soon)
             answer, reader = _knock(sock, entry, soon)

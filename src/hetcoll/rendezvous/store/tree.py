@@ -23,7 +23,7 @@ from ..protocol.routes import Entry as Way
 from ..protocol.routes import Route, unpack_up
 from ..protocol.streams import Stream
 from ..protocol.wire import U64, Frame, Op, Status, pack, read_count
-from ..uplink import ABSENCE, Entry, Kind, pack_places
+from ..uplink import ABSENCE, RELAY_SECONDS, RETURN, Entry, Kind, pack_places
 from .groups import Groups
 
 log = logging.getLogger("hetcoll.tree")
@@ -34,6 +34,8 @@ _TRIES = 3  # relays that somebody cannot reach until the store takes it itself
 MAX_WAITING = 48  # who wait at the store for a relay; more are to come again
 _GRANTED = 10.0  # seconds that a place is kept for who was sent there
 _PATIENCE = 1.0  # seconds that some wait until another relay is asked for
+
+assert _TRIES * RELAY_SECONDS < RETURN, "who lost its relay, and is sent to others that are stopped, is lost"
 
 
 class Node:
