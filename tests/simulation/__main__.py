@@ -1,4 +1,4 @@
-"""``python -m simulation 10000``: so many schedules, on all processors. ``--seed N`` plays one and prints what happens."""
+"""``python -m simulation 10000``: so many schedules, on all processors. ``--seed N`` plays one and tells all of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import os
 import sys
 
 from . import product
+from .kernel import World, process
+
+
+class Told(logging.Handler):
+    """What the product logs, with the virtual time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        World.kernel.tell(process(), f"{record.name}: {record.getMessage()}")
 
 
 def main() -> int:
@@ -25,7 +33,9 @@ def main() -> int:
     from .play import play
 
     if asked.seed is not None:
-        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s", stream=sys.stdout)
+        log = logging.getLogger("hetcoll")
+        log.setLevel(logging.DEBUG)
+        log.addHandler(Told())
         print(draw(asked.seed, asked.only))
         played = play(asked.seed, asked.only, print)
         print(*played.problems, sep="\n")

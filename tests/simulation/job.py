@@ -24,7 +24,7 @@ KINDS = {
 SOUND = {"calm", "reset", "freeze", "stall"}
 """After these nobody is lost, and nothing fails."""
 
-LONG = 400.0  # virtual seconds until a job must be over
+LONG = 1000.0  # virtual seconds until a job must be over
 _TIMED = 12.0  # in which faults begin
 
 
@@ -36,12 +36,13 @@ class Step(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What is done at a time, to a rank; `seconds`: for how long, 0 for ever."""
+    """What is done at a time, to a rank; `seconds`: for how long, 0 for ever. `side` are machines that are cut off."""
 
     at: float
     what: str
     rank: int = 0
     seconds: float = 0.0
+    side: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def draw(seed: int, only: str = "") -> Job:
     newcomers: list[float] = []
     for step in steps:
         newcomers += [rng.uniform(0, 20) for _ in range(int(step.number) if step.what == "grow" else 0)]
-    faults = tuple(sorted(_draw_faults(rng, kind, size)))
+    machines = [*dict.fromkeys(address(number) for number in hosts), *map(new_address, range(len(newcomers)))]
+    faults = tuple(sorted(_draw_faults(rng, kind, size, machines)))
     preempt = rng.choice([0.0, 0.02, 0.2])
     return Job(
         seed, kind, size, hosts, steps, faults, tuple(newcomers), weather, preempt, few, named=rng.random() < 0.5
@@ -98,30 +100,44 @@ def _draw_step(rng: random.Random) -> Step:
     return Step(what, rng.choice([1, 1, 2]) if what == "grow" else 0)
 
 
-def _draw_faults(rng: random.Random, kind: str, size: int) -> list[Fault]:
+def address(number: int) -> str:
+    """Of a machine."""
+    return f"10.0.0.{number + 1}"
+
+
+def new_address(number: int) -> str:
+    """Of a newcomer's."""
+    return f"10.0.1.{number + 1}"
+
+
+def _draw_faults(rng: random.Random, kind: str, size: int, machines: list[str]) -> list[Fault]:
     def when() -> float:
         return rng.choice([rng.uniform(0, 0.05), rng.uniform(0, 1), rng.uniform(0, _TIMED)])
 
     def some(most: int) -> range:
         return range(rng.randint(1, most))
 
+    def cut(seconds: float) -> Fault:
+        return Fault(when(), "cut", 0, seconds, tuple(rng.sample(machines, rng.randint(1, len(machines)))))
+
     if kind == "reset":
         return [Fault(when(), "reset") for _ in some(4)]
     if kind == "freeze":
         return [Fault(when(), "freeze", rng.randrange(size), rng.uniform(0.05, 2.0)) for _ in some(4)]
     if kind == "stall":
-        return [Fault(when(), "cut", rng.randrange(size), rng.uniform(0.1, 8.0))]
+        return [cut(rng.uniform(0.1, 8.0))]
     if kind == "kill":
         first = rng.choice([0, rng.randrange(size)])
         return [Fault(when(), "kill", rng.choice([first, rng.randrange(size)])) for _ in some(max(1, size - 1))]
     if kind == "vanish":
         return [Fault(when(), "vanish", rng.randrange(size))]
     if kind == "cut":
-        return [Fault(when(), "cut", rng.randrange(size), rng.choice([0.0, rng.uniform(20, 120)]))]
+        return [cut(rng.choice([0.0, rng.uniform(20, 120)]))]
     if kind == "leave":
         return [Fault(when(), "leave", rng.randrange(size)) for _ in some(2)]
     if kind == "storm":
         long = [0.0, *(rng.uniform(0.1, 60) for _ in range(2))]
         whats = ["kill", "reset", "reset", "freeze", "freeze", "cut", "leave", "vanish"]
-        return [Fault(when(), rng.choice(whats), rng.randrange(size), rng.choice(long)) for _ in some(5)]
+        some_faults = [Fault(when(), rng.choice(whats), rng.randrange(size), rng.choice(long)) for _ in some(5)]
+        return [cut(each.seconds) if each.what == "cut" else each for each in some_faults]
     return []

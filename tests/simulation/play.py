@@ -10,7 +10,7 @@ from typing import Any
 from hetcoll.rendezvous.protocol import exchanges
 from hetcoll.rendezvous.store import server, successors, tree
 
-from .job import LONG, Fault, Job, draw
+from .job import LONG, Fault, Job, address, draw, new_address
 from .kernel import Kernel, Process, World
 from .network import Host, Network
 from .rank import History, Rank
@@ -42,10 +42,13 @@ class Cluster:
         self.at: dict[str, float] = {}
         """When something was done to a process."""
         self._to_come = len(job.newcomers)
+        self.history.over = lambda: all(
+            each.dead or name in self.history.done or name in self.history.ends for name, each in self.processes.items()
+        )
         for rank, number in enumerate(job.hosts):
-            self._start(str(rank), self.network.host(f"10.0.0.{number + 1}"), rank)
+            self._start(str(rank), self.network.host(address(number)), rank)
         for number, when in enumerate(job.newcomers):
-            host = self.network.host(f"10.0.1.{number + 1}")
+            host = self.network.host(new_address(number))
             kernel.after(when, partial(self._start, f"+{number}", host, None))
         for fault in job.faults:
             kernel.after(fault.at, partial(self._strike, fault))
@@ -68,13 +71,16 @@ class Cluster:
             streams = list(self.network.streams)
             if streams:
                 self.network.reset(streams[int(self.kernel.random.random() * len(streams))])
-        elif process.dead:
-            return
         elif fault.what == "cut":
-            inside = [process.host]
-            self.network.cut(inside, [host for host in self.network.hosts.values() if host is not process.host])
+            hosts = self.network.hosts.items()
+            self.network.cut(
+                [host for where, host in hosts if where in fault.side],
+                [host for where, host in hosts if where not in fault.side],
+            )
             if fault.seconds:
                 self.kernel.after(fault.seconds, self.network.mend)
+        elif process.dead:
+            return
         elif fault.what == "freeze":
             process.freeze()
             self.kernel.after(fault.seconds or _FOR_EVER, process.thaw)

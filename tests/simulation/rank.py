@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from .kernel import World, process
 PATIENCE = 60.0  # seconds that a call may take
 _ROUNDS = 4  # that shrink() takes, at most
 _PORT = 29500
+_STAYS = 200.0  # seconds
 _CLOSING = 40.0  # in which what looks for a store, or waits for an answer, sees that nobody needs it any more
 
 
@@ -42,10 +44,14 @@ class History:
     news: dict[str, list[tuple[float, bytes, Event]]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[str, str] = field(default_factory=dict)
     """How each ended: "" well, or with which error."""
+    ended: dict[str, float] = field(default_factory=dict)
     left_open: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     places: dict[bytes, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     """Who is which rank of a group."""
+    done: set[str] = field(default_factory=set)
+    over: Callable[[], bool] = lambda: True
+    """Whether all are done."""
     met: dict[str, float] = field(default_factory=dict)
     """When each first met all others."""
 
@@ -93,6 +99,7 @@ class Rank:
         lifetime._close_all()  # as at the end of a process
         here = process()
         World.kernel.tell(here, f"ends: {self.history.ends[self.name]}")
+        self.history.ended[self.name] = World.kernel.seconds
         until = World.kernel.now + _CLOSING
         while (here.files or len(here.tasks) > 1) and World.kernel.now < until:
             threads.sleep(0.5)
@@ -110,7 +117,7 @@ class Rank:
         try:
             self._take_part(WORLD, rank, self.size)
             self._go_through(0)
-            self.session.leave(self.group)
+            self._stay()
         finally:
             self.session.control.close()
 
@@ -147,7 +154,7 @@ class Rank:
                 place = decisions.come(self.session.control, max(until - threads.monotonic(), 0.0))
                 self._take_part(place.group, place.rank, place.size)
                 self._go_through(self._confirm(json.loads(place.told)))
-                self.session.leave(self.group)
+                self._stay()
                 return
             except PeerLostError:
                 if not (place is not None or self.session.control.lost_early) or threads.monotonic() > until:
@@ -160,6 +167,14 @@ class Rank:
         self.session.join(group, rank, size, self.hear, PATIENCE)
         self.group, self.rank, self.size = group, rank, size
         self.agreements = self.growths = 0
+
+    def _stay(self) -> None:
+        """Until all are done: who was stopped meanwhile, or cut off, comes to a job that is there."""
+        self.history.done.add(self.name)
+        until = World.kernel.now + _STAYS
+        while self.job.kind in ("storm", "cut", "vanish") and not self.history.over() and World.kernel.now < until:
+            threads.sleep(1.0)
+        self.session.leave(self.group)
 
     # Steps.
 
@@ -282,7 +297,7 @@ class Rank:
         """Go on with those that are left; from which step on."""
         attempts, start = self.size, threads.monotonic()
         while True:
-            roll, ranks = decisions.shrink(self.session.control, self.group, PATIENCE / 4)
+            roll, ranks = decisions.shrink(self.session.control, self.group, PATIENCE)
             self._told(("shrink", roll), tuple(ranks))
             if self.rank not in ranks:
                 self.history.wrong.append(f"{self.name}, rank {self.rank}, goes on with {ranks}")
@@ -290,8 +305,8 @@ class Rank:
             try:
                 here = self.history.places[before]
                 self.history.places[name] |= {new: here.get(old, "?") for new, old in enumerate(ranks)}
-                self.session.join(name, ranks.index(self.rank), len(ranks), self.hear, PATIENCE / 4)
-                found = self.session.control.exchange(name, b"epoch", b"%d" % number, PATIENCE / 4)
+                self.session.join(name, ranks.index(self.rank), len(ranks), self.hear, PATIENCE / 2)
+                found = self.session.control.exchange(name, b"epoch", b"%d" % number, PATIENCE / 2)
                 self.history.answers[name, "exchange", b"epoch"][self.name] = tuple(found)
             except (PeerLostError, InitError) as error:
                 World.kernel.tell(process(), f"tries again: {error}")

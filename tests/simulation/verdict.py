@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hetcoll.rendezvous.protocol.news import Lost
 
-from .job import Job
+from .job import Job, address
 from .rank import History
 
 _NAMED = 6.0  # seconds in which a death is known, one after another
@@ -26,34 +26,46 @@ def judge(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
 
 
 def _one_answer(job: Job, history: History) -> Iterator[str]:
-    """What all of a group are told alike is the same for all; and nobody who goes on is told that it failed."""
-    for key, told in history.answers.items():
+    """What all of a group are told alike is the same for all who go on; and none of these is told that it failed."""
+    for key, everybody in history.answers.items():
+        told = {name: each for name, each in everybody.items() if history.ends.get(name) == ""}
         if len(set(told.values())) > 1:
             yield f"different answers to {key}: {told}"
         for name, error in history.failures.get(key, {}).items():
             if "did not answer" in error and job.kind in ("cut", "storm"):
                 continue  # it was not told
-            if history.ends.get(name) == "" and any(history.ends.get(each) == "" for each in told):
+            if history.ends.get(name) == "" and told:
                 yield f"{key} failed for {name} ({error}), and had an answer for {sorted(told)}"
 
 
 def _ends(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
-    must = [str(rank) for rank in range(job.size) if str(rank) not in gone]
-    if job.sound:
-        must += [f"+{number}" for number in range(len(job.newcomers))]
-    if job.kind in ("storm", "cut") or (job.kind == "vanish" and 2 * len(must) <= job.size):
-        return
-    if gone and min(gone.values()) < max(history.met.get(name, 1e9) for name in must or ["0"]):
-        return  # the job had not come together
-    for name in must:
+    """Who must go on to the end does."""
+    for name in _must(job, history, gone):
         end = history.ends.get(name, "not at all")
         if end not in ("", "left"):
             yield f"{name} ended: {end}"
 
 
+def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
+    ranks = [str(rank) for rank in range(job.size) if str(rank) not in gone]
+    if job.sound:
+        return [*ranks, *(f"+{number}" for number in range(len(job.newcomers)))]
+    begin = min(fault.at for fault in job.faults)
+    if begin < max(history.met.get(name, 1e9) for name in ranks or ["0"]):
+        return []  # the job had not come together
+    if job.kind in ("vanish", "cut"):
+        if job.kind == "cut":
+            inside = [str(rank) for rank, number in enumerate(job.hosts) if address(number) in job.faults[0].side]
+            ranks = max([inside, [each for each in ranks if each not in inside]], key=len)
+        late = any(when < begin + 1.0 for when in history.ended.values())
+        few = 2 * len(ranks) <= job.size or job.newcomers
+        return [] if late or few else ranks
+    return [] if job.kind == "storm" else ranks
+
+
 def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
     """Nobody is said to be lost to whom nothing was done."""
-    if job.kind in ("storm", "cut"):
+    if job.kind in ("storm", "cut") or (job.kind == "vanish" and not _must(job, history, gone)):
         return
     for name, news in history.news.items():
         for when, group, event in news:
