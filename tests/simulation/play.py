@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hetcoll.rendezvous import bootstrap
 from hetcoll.rendezvous.protocol import exchanges
 from hetcoll.rendezvous.store import server, successors, tree
 
@@ -105,6 +106,7 @@ def play(seed: int, only: str = "", trace: Callable[[str], None] | None = None) 
     for module in (exchanges, server, successors, tree):
         module.FEW = few  # type: ignore[attr-defined]
     tree.FAN = fan
+    bootstrap.PORTS = 3  # at which to look for the store again and again
     kernel = World.kernel = Kernel(seed, job.preempt, trace)
     cluster = Cluster(job, kernel)
     try:

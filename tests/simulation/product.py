@@ -97,6 +97,7 @@ def _give_each_process_its_own() -> None:
     server._hosted = OfProcess()  # type: ignore[assignment]
     bootstrap._found = OfProcess()  # type: ignore[assignment]
     lifetime._open = OfProcess()  # type: ignore[assignment]
+    lifetime._watch_multiprocessing = lambda: None  # of the real process
     bootstrap.own_hosts = succession.own_hosts = lambda *_, **__: [process().host.address]  # type: ignore[assignment]
     # A set of connections has the order of their hashes, which would be that of addresses in memory.
     members.Connection.__hash__ = lambda self: self.__dict__.setdefault("_hash", next(World.kernel.numbers))  # type: ignore[method-assign,assignment]

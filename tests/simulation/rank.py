@@ -28,6 +28,7 @@ from .kernel import World, process
 
 PATIENCE = 60.0  # seconds that a call may take
 _ROUNDS = 4  # that shrink() takes, at most
+_STARTS = 20.0  # seconds in which rank 0 is found
 _PORT = 29500
 _STAYS = 200.0  # seconds
 _CLOSING = 40.0  # in which what looks for a store, or waits for an answer, sees that nobody needs it any more
@@ -113,7 +114,7 @@ class Rank:
     def work(self, rank: int) -> None:
         self.rank, self.size = rank, self.job.size
         self.history.places[WORLD][rank] = self.name
-        self.session = Session(self._find(rank), rank, self.size, PATIENCE)
+        self.session = Session(self._find(rank), rank, self.size, _STARTS)
         try:
             self._take_part(WORLD, rank, self.size)
             self._go_through(0)
@@ -122,7 +123,7 @@ class Rank:
             self.session.control.close()
 
     def _find(self, rank: int) -> UniqueId:
-        config = Config(linger=5.0)
+        config = Config(linger=5.0, init_timeout=_STARTS)
         if self.job.named:
             hosts = set(self.job.hosts)
             here = self.job.size if len(hosts) == 1 else None
@@ -132,7 +133,7 @@ class Rank:
             return found
         if rank == 0:
             self.told["id"] = get_unique_id(config)
-        until = threads.monotonic() + PATIENCE
+        until = threads.monotonic() + _STARTS
         while "id" not in self.told:
             if threads.monotonic() > until:
                 raise InitError("rank 0 said nothing")
