@@ -365,7 +365,7 @@ class Uplink:
         for frame in self._reader.feed(data):
             if frame.op == Op.REPLY and frame.status == Status.REFUSED and frame.request == 0:
                 raise CommunicationError(frame.body.decode())
-            if frame.op == Op.BEAT:
+            if frame.op in (Op.BEAT, Op.WELCOME):  # the latter where we had entered twice: see `_knock`
                 continue
             if frame.op == Op.CUT:
                 self._over = True
