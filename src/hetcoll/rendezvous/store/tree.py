@@ -202,7 +202,7 @@ class Tree:
         if node is None and entry.received:
             connection.send(Op.REPLY, b"the job has gone on without this process", 0, Status.REFUSED)
             return
-        most = FAN if len(entry.failed) < _TRIES else 2 * FAN
+        most = FAN if node is None and len(entry.failed) < _TRIES else 2 * FAN  # who was here has little time
         if entry.hosts or entry.size <= FEW or self._own[entry.kind] < most:
             self._attach(connection, None, 0, entry)
         elif entry.kind is Kind.RELAY or len(self._waiting) < MAX_WAITING:
