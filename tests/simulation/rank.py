@@ -123,7 +123,7 @@ class Rank:
             self.session.control.close()
 
     def _find(self, rank: int) -> UniqueId:
-        config = Config(linger=5.0, init_timeout=_STARTS)
+        config = Config(linger=30.0, init_timeout=_STARTS)
         if self.job.named:
             hosts = set(self.job.hosts)
             here = self.job.size if len(hosts) == 1 else None
