@@ -34,7 +34,8 @@ def main() -> int:
         return _show(asked.seed, asked.only)
     failed = decisions = done = 0
     start = time.monotonic()
-    for result in campaign(range(asked.first, asked.first + asked.seeds), asked.only, asked.lanes):
+    work = [(seed, asked.only) for seed in range(asked.first, asked.first + asked.seeds)]
+    for result in campaign(work, asked.lanes):
         done, decisions = done + 1, decisions + result.decisions
         if result.problems:
             failed += 1

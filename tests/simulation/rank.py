@@ -20,7 +20,7 @@ from hetcoll.rendezvous.protocol.columns import Telling
 from hetcoll.rendezvous.protocol.news import Event, Query
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.protocol.wire import WORLD
-from hetcoll.rendezvous.session import Session
+from hetcoll.rendezvous.session import Session, coming_together
 
 from . import threads
 from .job import Job, Step
@@ -114,7 +114,8 @@ class Rank:
     def work(self, rank: int) -> None:
         self.rank, self.size = rank, self.job.size
         self.history.places[WORLD][rank] = self.name
-        self.session = Session(self._find(rank), rank, self.size, _STARTS)
+        with coming_together():
+            self.session = Session(self._find(rank), rank, self.size, _STARTS)
         try:
             self._take_part(WORLD, rank, self.size)
             self._go_through(0)
@@ -150,7 +151,8 @@ class Rank:
                 threads.sleep(0.05)
             left = until - threads.monotonic()
             place = None
-            self.session = Session(self.told["id"], 0, 1, max(left, 0.1), joins=True)
+            with coming_together():
+                self.session = Session(self.told["id"], 0, 1, max(left, 0.1), joins=True)
             try:
                 place = decisions.come(self.session.control, max(until - threads.monotonic(), 0.0))
                 self._take_part(place.group, place.rank, place.size)

@@ -10,6 +10,7 @@ from .job import Job, address
 from .rank import History
 
 _NAMED = 6.0  # seconds in which a death is known, one after another
+_SETTLED = 100.0  # seconds after which the parts of a job whose network was cut have settled who goes on
 _NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
 
 
@@ -55,6 +56,8 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
         return []  # the job had not come together
     if job.kind in ("vanish", "cut"):
         if job.kind == "cut":
+            if 0 < job.faults[0].seconds < _SETTLED:
+                return []  # the parts meet again while they part: whom one of them has lost is lost
             inside = [str(rank) for rank, number in enumerate(job.hosts) if address(number) in job.faults[0].side]
             ranks = max([inside, [each for each in ranks if each not in inside]], key=len)
         late = any(when < begin + 1.0 for when in history.ended.values())

@@ -84,7 +84,7 @@ class Succession:
             (self._count,), self._order = U32.unpack(count), [read_places(each) for each in places]
 
     def find(self, lost: UniqueId, end: StoreLost, stopped: Callable[[], bool]) -> UniqueId | None:
-        """Where the job's store is from now on; None where there is none.
+        """Where the job's store is from now on; None where there is none, or once it is `stopped`.
 
         Where the job is still served at the addresses of the lost one, a successor has those by now; or only this
         connection was lost, and what serves there has gone on without this process, as it will say."""
@@ -97,8 +97,8 @@ class Succession:
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
-        deadline, patient = time.monotonic() + SECONDS, not self._certain
-        while time.monotonic() < deadline and not stopped():
+        patient = not self._certain
+        while not stopped():
             silent = False
             for places in self._order:
                 if places == self._mine:
