@@ -28,7 +28,7 @@ from .kernel import World, process
 
 PATIENCE = 60.0  # seconds that a call may take
 _ROUNDS = 4  # that shrink() takes, at most
-_STARTS = 20.0  # seconds in which rank 0 is found
+_STARTS = 60.0  # seconds in which rank 0 is found
 _PORT = 29500
 _STAYS = 200.0  # seconds
 _CLOSING = 40.0  # in which what looks for a store, or waits for an answer, sees that nobody needs it any more
