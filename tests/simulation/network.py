@@ -337,7 +337,9 @@ class File:
             self.kernel.wake(peer.queue)
 
     def break_now(self) -> None:
-        """A reset has come."""
+        """A reset has come. One that comes before the answer to a SYN would say that nobody listens."""
+        if self.state == "connecting":
+            return
         self._fail(errno.EPIPE if self._ended else errno.ECONNRESET)
 
     def notice(self) -> None:

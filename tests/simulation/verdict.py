@@ -51,11 +51,11 @@ def _ends(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str
 
 def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
     ranks = [str(rank) for rank in range(job.size) if str(rank) not in gone]
-    if job.sound:
+    if job.sound and not (job.kind == "stall" and _early(job, history, ranks)):
         return [*ranks, *(f"+{number}" for number in range(len(job.newcomers)))]
+    if _early(job, history, ranks):
+        return []
     begin = min(fault.at for fault in job.faults)
-    if begin < max(history.met.get(name, 1e9) for name in ranks or ["0"]):
-        return []  # the job had not come together
     if job.kind in ("vanish", "cut"):
         if job.kind == "cut":
             if 0 < job.faults[0].seconds < _SETTLED:
@@ -68,9 +68,14 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
     return [] if job.kind == "storm" else ranks
 
 
+def _early(job: Job, history: History, ranks: list[str]) -> bool:
+    """Whether the job had not come together when it began."""
+    return min(fault.at for fault in job.faults) < max(history.met.get(name, 1e9) for name in ranks or ["0"])
+
+
 def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
     """Nobody is said to be lost to whom nothing was done."""
-    if job.kind in ("storm", "cut") or (job.kind == "vanish" and not _must(job, history, gone)):
+    if job.kind in ("storm", "cut") or (job.kind in ("vanish", "stall") and not _must(job, history, gone)):
         return
     for name, news in history.news.items():
         for when, group, event in news:
