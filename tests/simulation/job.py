@@ -17,9 +17,12 @@ KINDS = {
     "vanish": 2,
     "cut": 3,
     "leave": 2,
+    "mismatch": 1,
+    "late": 1,
     "storm": 4,
 }
-"""What is done to a job, and how often. In a `stall` the network is cut for less than any timeout; a `cut` lasts."""
+"""What is done to a job, and how often. In a `stall` the network is cut for less than any timeout; a `cut` lasts. In a
+`mismatch` one rank calls something else than the others, or it is too `late` for a call."""
 
 SOUND = {"calm", "reset", "freeze", "stall"}
 """After these nobody is lost, and nothing fails."""
@@ -61,6 +64,8 @@ class Job:
     preempt: float
     few: int = 0
     named: bool = False
+    mistake: tuple[str, int] | None = None
+    """Who makes one, at which step."""
 
     @property
     def sound(self) -> bool:
@@ -82,6 +87,11 @@ def draw(seed: int, only: str = "") -> Job:
         rng.choice([2e-5, 5e-4, 2e-2]), rng.choice([0.0, 0.0, 0.02]), room=rng.choice([1 << 13, 1 << 18, 1 << 18])
     )
     steps = (Step("exchange"), *(_draw_step(rng) for _ in range(rng.randint(2, 7))))
+    mistake = None
+    if kind in ("mismatch", "late"):
+        at = rng.randint(1, len(steps))
+        steps = (*steps[:at], Step("call"), *(step for step in steps[at:] if step.what != "grow"))
+        mistake = str(rng.randrange(size)), at
     newcomers: list[float] = []
     for step in steps:
         newcomers += [rng.uniform(0, 20) for _ in range(int(step.number) if step.what == "grow" else 0)]
@@ -89,12 +99,14 @@ def draw(seed: int, only: str = "") -> Job:
     faults = tuple(sorted(_draw_faults(rng, kind, size, machines)))
     preempt = rng.choice([0.0, 0.02, 0.2])
     return Job(
-        seed, kind, size, hosts, steps, faults, tuple(newcomers), weather, preempt, few, named=rng.random() < 0.5
+        seed, kind, size, hosts, steps, faults, tuple(newcomers), weather, preempt, few, rng.random() < 0.5, mistake
     )
 
 
 def _draw_step(rng: random.Random) -> Step:
-    what = rng.choice(["exchange", "exchange", "keys", "query", "agree", "agree", "look", "verdict", "pause", "grow"])
+    what = rng.choice(
+        ["call", "call", "exchange", "keys", "query", "agree", "agree", "look", "verdict", "pause", "grow"]
+    )
     if what == "pause":
         return Step(what, rng.choice([0.1, 3.0]))
     return Step(what, rng.choice([1, 1, 2]) if what == "grow" else 0)

@@ -11,6 +11,7 @@ from hetcoll.rendezvous import bootstrap
 from hetcoll.rendezvous.protocol import exchanges
 from hetcoll.rendezvous.store import server, successors, tree
 
+from .engine import Links
 from .job import LONG, Fault, Job, address, draw, new_address
 from .kernel import Kernel, Process, World
 from .network import Host, Network
@@ -37,6 +38,7 @@ class Cluster:
     def __init__(self, job: Job, kernel: Kernel) -> None:
         self.job, self.kernel, self.history = job, kernel, History()
         self.network = Network(kernel, job.weather)
+        self.links = Links(self.network)
         self.told: dict[str, Any] = {}
         self.ranks: dict[str, Rank] = {}
         self.processes: dict[str, Process] = {}
@@ -61,7 +63,7 @@ class Cluster:
     def _start(self, name: str, host: Host, rank: int | None) -> None:
         self._to_come -= rank is None
         process = self.processes[name] = Process(self.kernel, name, host)
-        one = self.ranks[name] = Rank(self.job, self.history, name, self.told)
+        one = self.ranks[name] = Rank(self.job, self.history, name, self.told, self.links)
         process.main = process.spawn(lambda: one.run(rank), "main")
 
     def _strike(self, fault: Fault) -> None:
@@ -88,6 +90,7 @@ class Cluster:
         elif fault.what == "kill":
             self.at[name] = self.kernel.seconds
             process.kill()
+            self.kernel.after(self.network.delay(), partial(self.links.close, name))
         elif fault.what == "vanish":
             self.network.vanish(process.host)
             for other, each in self.processes.items():

@@ -13,19 +13,22 @@ from typing import Any
 from hetcoll import lifetime
 from hetcoll.config.env import Config
 from hetcoll.config.launchers import Launch
-from hetcoll.errors import HetcollError, InitError, PeerLostError
+from hetcoll.errors import CommunicationError, HetcollError, InitError, PeerLostError
+from hetcoll.health.diagnosis import Diagnosis, Kind
 from hetcoll.rendezvous import decisions
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
 from hetcoll.rendezvous.protocol.columns import Telling
-from hetcoll.rendezvous.protocol.news import Event, Query
+from hetcoll.rendezvous.protocol.news import Event, Handler, Query
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.protocol.wire import WORLD
 from hetcoll.rendezvous.session import Session, coming_together
 
 from . import threads
+from .engine import Engine, Links, spell
 from .job import Job, Step
 from .kernel import World, process
 
+TIMEOUT = 25.0  # seconds of a collective
 PATIENCE = 60.0  # seconds that a call may take
 _ROUNDS = 4  # that shrink() takes, at most
 _STARTS = 60.0  # seconds in which rank 0 is found
@@ -53,6 +56,10 @@ class History:
     done: set[str] = field(default_factory=set)
     over: Callable[[], bool] = lambda: True
     """Whether all are done."""
+    errors: dict[tuple[bytes, int], dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """Of each collective, by group and step: with what it failed, or None, and how long it took."""
+    mistake: tuple[bytes, int, int] | None = None
+    """In which group a rank made the mistake of this job, at which step, and which rank."""
     met: dict[str, float] = field(default_factory=dict)
     """When each first met all others."""
 
@@ -69,7 +76,10 @@ class Rank:
     history: History
     name: str
     told: dict[str, UniqueId]
+    links: Links
     session: Any = None
+    diagnosis: Any = None
+    engine: Any = None
     group: bytes = WORLD
     rank: int = 0
     size: int = 0
@@ -77,13 +87,14 @@ class Rank:
     growths: int = 0
     leaving: bool = False
 
-    def hear(self, group: bytes, event: Event) -> bytes | None:
-        """The handler of news."""
-        if isinstance(event, Query):
-            return b"%s asked by %d" % (self.name.encode(), event.rank)
-        self.history.news[self.name].append((World.kernel.seconds, group, event))
-        World.kernel.tell(process(), f"hears {event}")
-        return None
+    def _handler(self, diagnosis: Diagnosis) -> Handler:
+        def hear(group: bytes, event: Event) -> bytes | None:
+            if not isinstance(event, Query):
+                self.history.news[self.name].append((World.kernel.seconds, group, event))
+                World.kernel.tell(process(), f"hears {event}")
+            return diagnosis.on_event(group, event)
+
+        return hear
 
     def run(self, rank: int | None) -> None:
         """All that its main thread does; of a newcomer where there is no rank."""
@@ -101,6 +112,7 @@ class Rank:
         here = process()
         World.kernel.tell(here, f"ends: {self.history.ends[self.name]}")
         self.history.ended[self.name] = World.kernel.seconds
+        self.links.close(self.name)
         until = World.kernel.now + _CLOSING
         while (here.files or len(here.tasks) > 1) and World.kernel.now < until:
             threads.sleep(0.5)
@@ -166,9 +178,16 @@ class Rank:
                 self.session.control.close()
 
     def _take_part(self, group: bytes, rank: int, size: int) -> None:
+        """Be a rank of a group, with what a communicator has of it."""
         self.history.places[group][rank] = self.name
-        self.session.join(group, rank, size, self.hear, PATIENCE)
-        self.group, self.rank, self.size = group, rank, size
+        diagnosis = Diagnosis(self.session, group, rank, size)
+        diagnosis.answers["who"] = lambda asker: f"{self.name} asked by {asker}"
+        self.session.join(group, rank, size, self._handler(diagnosis), PATIENCE / 2)
+        found = self.session.control.exchange(group, b"where", process().host.address.encode(), PATIENCE / 2)
+        hosts = {rank: self.links.network.host(where.decode()) for rank, where in enumerate(found)}
+        self.engine = Engine(self.links, self.name, process().host, group, rank, hosts)
+        diagnosis.attach(self.engine, self.engine)
+        self.group, self.rank, self.size, self.diagnosis = group, rank, size, diagnosis
         self.agreements = self.growths = 0
 
     def _stay(self) -> None:
@@ -197,9 +216,9 @@ class Rank:
                 number += 1
                 if step.what == "grow":
                     number = self._confirm(number)
-            except (PeerLostError, InitError) as error:
+            except (CommunicationError, InitError) as error:
                 World.kernel.tell(process(), f"fails: {error}")
-                grew = number < len(self.job.steps) and self.job.steps[number].what == "grow"
+                grew = number < len(self.job.steps) and self.job.steps[number].what in ("grow", "verdict")
                 number = self._shrink(number + grew)  # who was to come may be dead
 
     def _told(self, key: tuple[Any, ...], answer: Any) -> None:
@@ -241,18 +260,35 @@ class Rank:
 
     def _query(self, _: Step, tag: bytes) -> None:
         try:
-            answers, words = self.session.control.query(self.group, tag, 2.0)
+            answers = self.diagnosis.ask("who", 2.0)
         except InitError:  # the store is late
             if self.job.kind in ("calm", "reset"):
                 raise
-            answers, words = {}, {}
+            answers = {}
         for rank, answer in answers.items():
-            wanted = b"%s asked by %d" % (self.history.places[self.group].get(rank, "").encode(), self.rank)
-            if answer not in (None, wanted):
-                self.history.wrong.append(f"{self.name} asked, and rank {rank} said {answer!r}")
-            if answer is None and self.job.kind in ("calm", "reset") and not words:
-                self.history.wrong.append(f"{self.name} asked, and rank {rank} did not answer")
+            name = self.history.places[self.group].get(rank)
+            if answer is None and self.job.kind in ("calm", "reset"):
+                self.history.wrong.append(f"{self.name} asked, and {name} did not answer")
+            if answer not in (None, f"{name} asked by {self.rank}"):
+                self.history.wrong.append(f"{self.name} asked, and {name} said {answer!r}")
         self._meet(tag)
+
+    def _call(self, _: Step, tag: bytes) -> None:
+        """A collective. One rank may call another one, or come too late."""
+        what = "allreduce()"
+        if self.job.mistake == (self.name, int(tag)) and self.history.mistake is None:
+            self.history.mistake = self.group, int(tag), self.rank
+            if self.job.kind == "mismatch":
+                what = "barrier()"
+            else:
+                threads.sleep(TIMEOUT + 5.0)
+        began = World.kernel.now
+        try:
+            self.engine.run(what, self.diagnosis, TIMEOUT)
+        except CommunicationError as error:
+            self.history.errors[self.group, int(tag)][self.name] = spell(error), World.kernel.now - began
+            raise
+        self.history.errors[self.group, int(tag)][self.name] = None, World.kernel.now - began
 
     def _agree(self, _: Step, tag: bytes) -> None:
         self.agreements += 1
@@ -273,9 +309,12 @@ class Rank:
         self._told(("look", tag), tuple(sorted(found.items())))
 
     def _verdict(self, _: Step, tag: bytes) -> None:
-        verdict = self.session.control.post_verdict(self.group, b"failed", self.name.encode(), PATIENCE)
-        self._told(("verdict",), (verdict.kind, verdict.blob, verdict.rank))
+        """All abort at about the same time: the first who does is the one whom all name."""
         self._meet(tag)
+        self.diagnosis.post(Kind.ABORTED, self.rank, f"{self.name} aborts")
+        error = self.diagnosis.error()
+        self._told(("verdict",), spell(error))
+        raise error
 
     def _pause(self, step: Step, _: bytes) -> None:
         threads.sleep(step.number)
@@ -308,17 +347,17 @@ class Rank:
             try:
                 here = self.history.places[before]
                 self.history.places[name] |= {new: here.get(old, "?") for new, old in enumerate(ranks)}
-                self.session.join(name, ranks.index(self.rank), len(ranks), self.hear, PATIENCE / 2)
+                old = self.group, self.rank, self.size, self.diagnosis, self.engine, self.agreements, self.growths
+                self._take_part(name, ranks.index(self.rank), len(ranks))
                 found = self.session.control.exchange(name, b"epoch", b"%d" % number, PATIENCE / 2)
                 self.history.answers[name, "exchange", b"epoch"][self.name] = tuple(found)
             except (PeerLostError, InitError) as error:
                 World.kernel.tell(process(), f"tries again: {error}")
                 self.session.leave(name)
+                self.group, self.rank, self.size, self.diagnosis, self.engine, self.agreements, self.growths = old
                 attempts -= 1
                 if attempts == 0 or threads.monotonic() > start + _ROUNDS * PATIENCE:
                     raise
                 continue
-            self.group, self.rank, self.size = name, ranks.index(self.rank), len(ranks)
-            self.agreements = self.growths = 0
             self.session.leave(before)
             return max(int(each) for each in found)

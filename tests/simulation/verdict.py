@@ -7,8 +7,13 @@ from collections.abc import Iterator, Mapping
 from hetcoll.rendezvous.protocol.news import Lost
 
 from .job import Job, address
-from .rank import History
+from .rank import TIMEOUT, History
 
+_FOUND = 6.0  # seconds in which ranks find out that one calls something else
+_LATE = TIMEOUT + 3.0  # in which a call that one does not come to fails
+_KINDS = {"mismatch": "CollectiveMismatchError", "late": "CollectiveTimeoutError"}
+_PROMPT = {"calm", "reset", "leave", "mismatch", "late"}
+"""Where the store always answers within the seconds that a verdict waits for it."""
 _NAMED = 6.0  # seconds in which a death is known, one after another
 _SETTLED = 100.0  # seconds after which the parts of a job whose network was cut have settled who goes on
 _NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
@@ -21,6 +26,7 @@ def judge(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
     found += _one_answer(job, history)
     found += _ends(job, history, gone)
     found += _false_alarms(job, history, gone)
+    found += _errors(job, history, gone)
     if job.kind == "kill":
         found += _named(job, history, gone)
     return found
@@ -32,6 +38,8 @@ def _one_answer(job: Job, history: History) -> Iterator[str]:
         told = {name: each for name, each in everybody.items() if history.ends.get(name) == ""}
         if key[1] == "shrink" and job.kind in ("cut", "vanish"):
             told = everybody  # also who is told a moment later that it goes on with nobody
+        if key[1] == "verdict" and job.kind not in _PROMPT:
+            continue
         if len(set(told.values())) > 1:
             yield f"different answers to {key}: {told}"
         for name, error in history.failures.get(key, {}).items():
@@ -53,6 +61,8 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
     ranks = [str(rank) for rank in range(job.size) if str(rank) not in gone]
     if job.sound and not (job.kind == "stall" and _early(job, history, ranks)):
         return [*ranks, *(f"+{number}" for number in range(len(job.newcomers)))]
+    if not job.faults:
+        return ranks
     if _early(job, history, ranks):
         return []
     begin = min(fault.at for fault in job.faults)
@@ -100,3 +110,35 @@ def _named(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[st
                 limit = gone[who] + (_NAMED_BEHIND if job.few else _NAMED * len(gone))
                 if heard and min(heard) > limit:
                     yield f"{name} heard {min(heard) - gone[who]:.1f} s after it that {who} was lost"
+
+
+def _errors(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
+    """Collectives fail where they must, in time, and all ranks name the same."""
+    for (group, step), told in history.errors.items():
+        failed = {name: error for name, (error, _) in told.items() if error is not None}
+        if history.mistake is not None and (group, step) == history.mistake[:2]:
+            yield from _mistakes(job, told, history.mistake[2])
+        elif failed and job.mistake is not None and all(error[0] == _KINDS[job.kind] for error in failed.values()):
+            continue  # of the one before, where others had gone on to the mistake
+        elif failed and (job.mistake is not None or (job.sound and _must(job, history, gone))):
+            yield f"collective {step} of {group!r} failed: {failed}"
+        elif job.kind == "kill":
+            places = history.places[group]
+            for name, (kind, rank, text) in failed.items():
+                if kind != "PeerLostError" or (rank != -1 and places.get(rank) not in gone):
+                    yield f"collective {step} of {group!r} failed for {name}: {kind} of rank {rank}: {text}"
+                if told[name][1] > (_NAMED_BEHIND if job.few else _NAMED * len(gone)):
+                    yield f"collective {step} of {group!r} failed for {name} after {told[name][1]:.1f} s"
+
+
+def _mistakes(
+    job: Job, told: Mapping[str, tuple[tuple[str, int | None, str] | None, float]], who: int
+) -> Iterator[str]:
+    kind, limit = _KINDS[job.kind], _FOUND if job.kind == "mismatch" else _LATE
+    if len({error for error, _ in told.values()}) > 1:
+        yield f"different errors where rank {who} made a mistake: {told}"
+    for name, (error, seconds) in told.items():
+        if error is None or error[0] != kind or str(who) not in error[2]:
+            yield f"{name} was told {error} where rank {who} made a mistake"
+        elif seconds > limit:
+            yield f"{name} waited {seconds:.1f} s for {error}"
