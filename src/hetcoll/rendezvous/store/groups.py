@@ -61,8 +61,8 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
-        self.rolls = Rolls(self._of, self._create, self._after, clock)
         self._successors = successors = Successors(charge, self._after)
+        self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow)
         self._questions = Questions(self.rolls.find_current, self._groups, self._after, lambda: successors.told)
         self.returns = Returns(self._find, self._part, self._catch_up, self.handle, self._after, *succeeds)
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {

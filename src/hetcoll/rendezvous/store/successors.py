@@ -68,6 +68,14 @@ class Successors:
         elif not self._begun and self._charge:
             self._ask()
 
+    def grow(self) -> None:
+        """Some that waited are of the job now. All are told before they go on with these: what were more than half
+        before may be less."""
+        grown = [member for member in self._members if self._count(member)]
+        if grown and self._begun:
+            self._tell()
+            self._refresh_soon()
+
     def _count(self, member: Member) -> bool:
         """Whether a member is one of the job's processes now and was not."""
         more = bool(member.ranks) and member not in self._ranks
