@@ -40,13 +40,14 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) $(LEAN) -r /dev/stdin
 
-.PHONY: help perf campaign fuzz test tested test-all test-lanes test-calm jax vendors launchers guest lint types format sanitize sanitizers site bench instructions wheels clean tools
+.PHONY: help perf campaign simulation fuzz test tested test-all test-lanes test-calm jax vendors launchers guest lint types format sanitize sanitizers site bench instructions wheels clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
 	@echo "make test          run the tests, those of GPU code on fakes of the drivers (TESTS=\"...\": arguments for pytest)"
 	@echo "make test-lanes    of these what needs no calm, some files at a time; make test-calm: the others, one by one"
 	@echo "make campaign      random programs, attacked, against a model (SEEDS=\"...\": how many, or --seed N to play one again)"
+	@echo "make simulation    the control plane on a simulated system (SEEDS=\"...\": how many schedules, or --seed N to see one)"
 	@echo "make fuzz          every parser and listener under any bytes (FUZZ=\"--seconds 600\", or --strangers 1000000)"
 	@echo "make test-all      the same with more cases (ALL=1; SLICE=2/4: a quarter of them) and what others make:"
 	@echo "                   make launchers jax guest"
@@ -93,6 +94,9 @@ test-calm: $(TESTED)
 
 campaign: $(TESTED)
 	PYTHONPATH=tests:tests/support $(BIN)/python -m campaign $(SEEDS)
+
+simulation: $(TESTED)
+	PYTHONPATH=tests:tests/support $(BIN)/python -m simulation $(SEEDS)
 
 # Where new code is reached atheris goes on, which only this needs.
 fuzz: $(TESTED)

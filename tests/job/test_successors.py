@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hetcoll.rendezvous.protocol.wire import U32, Op, Status, pack, unpack
 from hetcoll.rendezvous.store.successors import Successors
 
@@ -9,8 +11,8 @@ from hetcoll.rendezvous.store.successors import Successors
 class Heard:
     """A member that notes what it is told."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.ranks = name, dict[bytes, int]()
+    def __init__(self, name: str, **ranks: int) -> None:
+        self.name, self.ranks = name, {group.encode(): rank for group, rank in ranks.items()}
         self.told: list[tuple[Op, bytes]] = []
 
     def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None:
@@ -18,9 +20,9 @@ class Heard:
 
 
 def test_a_job_that_goes_on_knows_its_successors_though_a_newcomer_has_not_answered() -> None:
-    later = list[object]()
+    later = list[Callable[[], None]]()
     successors = Successors(pack((b"charge",)), lambda _, action: later.append(action))
-    host, rank, newcomer = map(Heard, ("rank 0", "rank 1", "a newcomer"))
+    host, rank, newcomer = Heard("rank 0", world=0), Heard("rank 1", world=1), Heard("a newcomer")
     successors.add(host, hosts=True)
     successors.add(rank)
     successors.stand(rank, 0, b"", b"where rank 1 listens")
@@ -29,6 +31,11 @@ def test_a_job_that_goes_on_knows_its_successors_though_a_newcomer_has_not_answe
     successors.begin()
     for member in (host, rank, newcomer):
         op, body = member.told[-1]
-        assert (op, unpack(body)) == (Op.SUCCESSORS, [U32.pack(3), b"where rank 1 listens"])
+        assert (op, unpack(body)) == (Op.SUCCESSORS, [U32.pack(2), b"where rank 1 listens"]), "of no group"
     successors.stand(newcomer, 0, b"", b"where it does")
     assert unpack(rank.told[-1][1])[1:] == [b"where rank 1 listens", b"where it does"]
+    newcomer.ranks[b"larger"] = 2
+    successors.add(newcomer)
+    for action in later:
+        action()
+    assert unpack(rank.told[-1][1])[0] == U32.pack(3), "or two parts of it might both be more than half of the old one"

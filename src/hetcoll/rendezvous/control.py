@@ -26,7 +26,7 @@ from .protocol.news import Handler, StoreLost, Verdict
 from .protocol.unique_id import UniqueId, hosted_here
 from .protocol.wire import F64, NOBODY, U32, WORLD, Frame, Op, pack
 from .succession import SECONDS, Succession
-from .uplink import RefusedError, Uplink
+from .uplink import GRACE, RETURN, RefusedError, Uplink
 
 if TYPE_CHECKING:
     from .relay import Relay
@@ -355,10 +355,11 @@ class ControlClient:
         to be the only one."""
         if not self._succession.certain:
             return False
-        deadline = time.monotonic() + SECONDS
+        # Who heard nothing from a relay for some seconds notices it before those do whom the system tells of it.
+        deadline = time.monotonic() + SECONDS + (RETURN if self._uplink.behind else 0.0)
         while not (self._closing or self._succession.hosts or time.monotonic() >= deadline):
             lost = self.unique_id
-            home = self._succession.find(lost, end, lambda: self._closing)
+            home = self._succession.find(lost, end, lambda: self._closing or time.monotonic() >= deadline)
             if home is None:
                 return False
             if home is not lost:
@@ -370,7 +371,7 @@ class ControlClient:
             pasts = pack(each.spell(whole=whole) for each in list(self._groups.values()) if each.joined)
             self._relay = None  # it ends with the way to the store that it had
             try:
-                self._uplink.move(home, pack((*mine, pasts)), deadline)
+                self._uplink.move(home, pack((*mine, pasts)), max(deadline, time.monotonic() + GRACE))
                 return True
             except (OSError, HetcollError) as error:
                 end = _lost(error)

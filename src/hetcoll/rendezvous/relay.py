@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from .. import lifetime
 from ..config.limits import Held
-from ..errors import CommunicationError, HetcollError
+from ..errors import CommunicationError, HetcollError, InitError
 from . import uplink
 from .connections.acceptor import Acceptor, choose_wait
 from .connections.auth import Service
@@ -99,7 +99,7 @@ class Relay:
 
     def _run(self) -> None:
         try:
-            self._come(self._timeout, again=False)
+            self._begin()
             while not self._closing and not (self._retired and not self._children):
                 self._turn()
         except (OSError, HetcollError) as error:
@@ -121,6 +121,16 @@ class Relay:
         self._selector.close()
         self._wake_read.close()
         self._wake_write.close()
+
+    def _begin(self) -> None:
+        """Come for the first time. The store may be silent for a while, or be gone: `close` is seen now and then."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return self._come(min(deadline - time.monotonic(), uplink.RETURN), again=False)
+            except InitError as error:
+                if isinstance(error, uplink.RefusedError) or self._closing or time.monotonic() >= deadline:
+                    raise
 
     def _come(self, seconds: float, *, again: bool) -> None:
         # A store that does not know it any more, or has taken the place of another, knows its children no better: it

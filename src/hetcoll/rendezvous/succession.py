@@ -84,7 +84,7 @@ class Succession:
             (self._count,), self._order = U32.unpack(count), [read_places(each) for each in places]
 
     def find(self, lost: UniqueId, end: StoreLost, stopped: Callable[[], bool]) -> UniqueId | None:
-        """Where the job's store is from now on; None where there is none.
+        """Where the job's store is from now on; None where there is none, or once it is `stopped`.
 
         Where the job is still served at the addresses of the lost one, a successor has those by now; or only this
         connection was lost, and what serves there has gone on without this process, as it will say."""
@@ -97,11 +97,13 @@ class Succession:
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline and not stopped():
+        patient = not self._certain
+        while not stopped():
             silent = False
             for places in self._order:
                 if places == self._mine:
+                    if silent and patient:  # where the store fell silent some notice it later than others
+                        break
                     return self._take_over(lost)
                 there = replace(lost, addresses=places)
                 found = _look(there, _GREETS)
@@ -110,6 +112,7 @@ class Succession:
                 silent, self._certain = silent or found is _Found.SILENT, self._certain and found is _Found.DEAD
             if not silent:
                 return None
+            patient = False
         return None
 
     def _take_over(self, lost: UniqueId) -> UniqueId:

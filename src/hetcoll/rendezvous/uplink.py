@@ -36,7 +36,7 @@ RETURN = 20.0  # seconds in which whoever lost its relay finds another
 _LAST_TRY = 5.0  # of whoever was patient already, since its store's host may live
 GRACE = 3.0  # seconds in which the members of a small job come to a new store
 ABSENCE = 30.0  # seconds until who lives and has not come back to the store is lost; of large jobs, who may live
-_RELAY_SECONDS = 10.0  # that a relay has to answer
+RELAY_SECONDS = 5.0  # that a relay has to answer
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 8.0  # seconds until who was not let in comes again, doubling: many wait at once
 _FAREWELL = 1.0  # seconds that who leaves looks for another way, to say so
 TOKEN_BYTES = 16
@@ -143,7 +143,7 @@ def enter(
             pause = min(2 * pause, _LAST_PAUSE)
             continue
         token, places = unpack(answer.body)
-        soon = min(deadline, time.monotonic() + _RELAY_SECONDS)
+        soon = min(deadline, time.monotonic() + RELAY_SECONDS)
         try:
             sock = connect_relay(unique_id, token, read_places(places), soon)
             answer, reader = _knock(sock, entry, soon)
@@ -374,7 +374,7 @@ class Uplink:
         for frame in self._reader.feed(data):
             if frame.op == Op.REPLY and frame.status == Status.REFUSED and frame.request == 0:
                 raise CommunicationError(frame.body.decode())
-            if frame.op == Op.BEAT:
+            if frame.op in (Op.BEAT, Op.WELCOME):  # the latter where we had entered twice: see `_knock`
                 continue
             if frame.op == Op.CUT:
                 self._over = True

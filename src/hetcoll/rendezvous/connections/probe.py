@@ -212,8 +212,9 @@ class Search:
             place.denied = str(error)
             self._retry(place, place.denied, _FOREIGN_RETRY)
         except OSError as error:
-            place.broken += place.connected
-            self._retry(place, spell_error(error), answered=not place.connected or place.broken >= _BROKEN)
+            broke = place.connected or error.errno == errno.ECONNRESET  # before we saw that it was connected
+            place.broken += broke
+            self._retry(place, spell_error(error), answered=not broke or place.broken >= _BROKEN)
         return None
 
     def _judge(self, place: _Place, sock: Socket) -> Found | None:

@@ -61,8 +61,8 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
-        self.rolls = Rolls(self._of, self._create, self._after, clock)
         self._successors = successors = Successors(charge, self._after)
+        self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow)
         self._questions = Questions(self.rolls.find_current, self._groups, self._after, lambda: successors.told)
         self.returns = Returns(self._find, self._part, self._catch_up, self.handle, self._after, *succeeds)
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
@@ -88,7 +88,7 @@ class Groups:
 
     def handle(self, member: Member, frame: Frame) -> None:
         """Serve one frame. A frame that makes no sense is refused, and does no harm."""
-        if self.returns.holds(member, frame):
+        if self.alone or self.returns.holds(member, frame):
             return
         try:
             fields = frame.fields
@@ -105,7 +105,7 @@ class Groups:
 
     @property
     def alone(self) -> str:
-        """Why this store gives up, if it does."""
+        """Why this store gives up, if it does. It decides nothing from then on: others may decide otherwise."""
         return self.returns.alone or self._successors.cut_off
 
     def drop(self, member: Member, reason: str, *, silent: bool = False) -> None:
@@ -113,6 +113,8 @@ class Groups:
         self._keys.drop(member)
         self.rolls.drop(member)
         self._successors.drop(member, self._clock() if silent else None)
+        if self.alone:
+            return
         self._questions.drop(member)
         for returning in self._returning.values():
             returning[:] = [each for each in returning if each[0] is not member]
@@ -126,7 +128,7 @@ class Groups:
     def tick(self) -> float | None:
         """Do what is due; give the seconds until the next deadline, or `None`."""
         now = self._clock()
-        while self._timers and self._timers[0][0] <= now:
+        while self._timers and self._timers[0][0] <= now and not self.alone:
             heapq.heappop(self._timers)[2]()
         return self._timers[0][0] - now if self._timers else None
 

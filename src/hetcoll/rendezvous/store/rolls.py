@@ -34,7 +34,8 @@ class _Newcomer:
 
 class Rolls:
     """All decisions of a store. `find` gives a member's group and rank, `create` makes a group of a name and size,
-    `after` calls a function once so many seconds (a packed double) are over."""
+    `after` calls a function once so many seconds (a packed double) are over, `on_growth` is called when newcomers are
+    of the job, and nobody has heard it yet."""
 
     def __init__(
         self,
@@ -42,8 +43,10 @@ class Rolls:
         create: Callable[[bytes, int], Group],
         after: Callable[[bytes, Callable[[], None]], None],
         clock: Callable[[], float],
+        on_growth: Callable[[], None],
     ) -> None:
         self._find, self._create, self._after, self._clock = find, create, after, clock
+        self._on_growth = on_growth
         self._lobby: list[_Newcomer] = []  # in the order in which they came
         self._growing: list[tuple[Group, Roll]] = []  # groups that wait, in that order
         self.refused = 0
@@ -215,9 +218,11 @@ class Rolls:
         waiting = sorted(roll.waiting.items())
         roll.waiting.clear()
         places = [*waiting, *((group.size + i, (each.member, each.request)) for i, each in enumerate(taken))]
-        for rank, (member, request) in places:
+        for rank, (member, _) in places:
             made.members[rank] = made.reserved[rank] = member
             member.ranks[name] = rank
+        self._on_growth()
+        for rank, (member, request) in places:
             member.send(Op.REPLY, pack([name, U32.pack(rank), U32.pack(size), told]), request)
 
     def _expire_growth(self, group: Group, roll: Roll, count: int) -> None:

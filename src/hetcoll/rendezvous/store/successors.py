@@ -45,6 +45,7 @@ class Successors:
     def __init__(self, charge: bytes, after: After) -> None:
         self._charge, self._after = charge, after
         self._members: dict[Member, bool] = {}  # whether the store is in its process
+        self._ranks: set[Member] = set()  # those of a group; who waits to be taken in is none of the job's processes
         self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
         self._unsure: list[Member] = []  # who came before this store was sure to serve
         self._begun = self._due = False
@@ -59,10 +60,28 @@ class Successors:
         them before they go on."""
         known = member in self._members
         self._members[member] = hosts or self._members.get(member, False)
+        more = self._count(member)
         if self._begun and not known:
             member.send(Op.SUCCESSORS, self.told)
+        if self._begun and more:
+            self._refresh_soon()
         elif not self._begun and self._charge:
             self._ask()
+
+    def grow(self) -> None:
+        """Some that waited are of the job now. All are told before they go on with these: what were more than half
+        before may be less."""
+        grown = [member for member in self._members if self._count(member)]
+        if grown and self._begun:
+            self._tell()
+            self._refresh_soon()
+
+    def _count(self, member: Member) -> bool:
+        """Whether a member is one of the job's processes now and was not."""
+        more = bool(member.ranks) and member not in self._ranks
+        if more:
+            self._ranks.add(member)
+        return more
 
     def take_back(self, member: Member, hosts: bool, places: bytes, told: bytes) -> None:
         """A member of the store before this one, which may be a successor already. It was `told` a list there, as all
@@ -76,6 +95,7 @@ class Successors:
     def confirm(self) -> None:
         """This store serves: those who came to it may rely on that."""
         for member in self._unsure:
+            self._count(member)
             member.send(Op.SUCCESSORS, b"")
         self._unsure.clear()
         if not self._begun and self._charge:
@@ -87,11 +107,13 @@ class Successors:
         if self._members.pop(member, None) is None:
             return
         self._places.pop(member, None)
+        counted = member in self._ranks
+        self._ranks.discard(member)
         self._refresh_soon()
-        if silent_at is not None:
+        if silent_at is not None and counted:
             self._silent = [when for when in self._silent if when > silent_at - _SILENCES] + [silent_at]
-            if self._begun and len(self._silent) > len(self._members):
-                count = len(self._silent) + len(self._members)
+            if self._begun and len(self._silent) > len(self._ranks):
+                count = len(self._silent) + len(self._ranks)
                 self.cut_off = f"{len(self._silent)} of {count} processes fell silent, and may go on without this part"
 
     def begin(self) -> None:
@@ -136,7 +158,7 @@ class Successors:
 
     def _tell(self) -> None:
         self._due = False
-        self.told = pack((U32.pack(len(self._members)), *filter(None, self._places.values())))
+        self.told = pack((U32.pack(len(self._ranks)), *filter(None, self._places.values())))
         for member in self._members:
             member.send(Op.SUCCESSORS, self.told)
 
@@ -221,7 +243,8 @@ class Returns:
         if self._complete == 0 and not self._came:
             for most in (float(FEW), math.inf):
                 self._after(F64.pack(self._patience(most)), partial(self._know, most))
-        self._came.add(member)
+        if member.ranks:
+            self._came.add(member)
         if self.waits and len(self._came) >= self._quorum:
             self._quorum, held, self._held = 0, self._held, []
             self._serve(held)

@@ -23,7 +23,7 @@ from ..protocol.routes import Entry as Way
 from ..protocol.routes import Route, unpack_up
 from ..protocol.streams import Stream
 from ..protocol.wire import U64, Frame, Op, Status, pack, read_count
-from ..uplink import ABSENCE, Entry, Kind, pack_places
+from ..uplink import ABSENCE, RELAY_SECONDS, RETURN, Entry, Kind, pack_places
 from .groups import Groups
 
 log = logging.getLogger("hetcoll.tree")
@@ -34,6 +34,8 @@ _TRIES = 3  # relays that somebody cannot reach until the store takes it itself
 MAX_WAITING = 48  # who wait at the store for a relay; more are to come again
 _GRANTED = 10.0  # seconds that a place is kept for who was sent there
 _PATIENCE = 1.0  # seconds that some wait until another relay is asked for
+
+assert _TRIES * RELAY_SECONDS < RETURN, "who lost its relay, and is sent to others that are stopped, is lost"
 
 
 class Node:
@@ -203,7 +205,7 @@ class Tree:
         if node is None and entry.received:
             connection.send(Op.REPLY, b"the job has gone on without this process", 0, Status.REFUSED)
             return
-        most = FAN if len(entry.failed) < _TRIES else 2 * FAN
+        most = FAN if node is None and len(entry.failed) < _TRIES else 2 * FAN  # who was here has little time
         if entry.hosts or entry.size <= FEW or self._own[entry.kind] < most:
             self._attach(connection, None, 0, entry)
         elif entry.kind is Kind.RELAY or len(self._waiting) < MAX_WAITING:

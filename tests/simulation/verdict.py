@@ -1,0 +1,144 @@
+"""What must hold at the end of every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hetcoll.rendezvous.protocol.news import Lost
+
+from .job import Job, address
+from .rank import TIMEOUT, History
+
+_FOUND = 6.0  # seconds in which ranks find out that one calls something else
+_LATE = TIMEOUT + 3.0  # in which a call that one does not come to fails
+_KINDS = {"mismatch": "CollectiveMismatchError", "late": "CollectiveTimeoutError"}
+_PROMPT = {"calm", "reset", "leave", "mismatch", "late"}
+"""Where the store always answers within the seconds that a verdict waits for it."""
+_NAMED = 6.0  # seconds in which a death is known, one after another
+_SETTLED = 100.0  # seconds after which the parts of a job whose network was cut have settled who goes on
+_NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
+
+
+def judge(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
+    """All that is wrong; `gone`: when which ranks were killed."""
+    found = [*history.wrong]
+    found += [f"{name} left open: {what}" for name, what in history.left_open.items()]
+    found += _one_answer(job, history)
+    found += _ends(job, history, gone)
+    found += _false_alarms(job, history, gone)
+    found += _errors(job, history, gone)
+    if job.kind == "kill":
+        found += _named(job, history, gone)
+    return found
+
+
+def _one_answer(job: Job, history: History) -> Iterator[str]:
+    """What all of a group are told alike is the same for all who go on; and none of these is told that it failed."""
+    for key, everybody in history.answers.items():
+        told = {name: each for name, each in everybody.items() if history.ends.get(name) == ""}
+        if key[1] == "shrink" and job.kind in ("cut", "vanish"):
+            told = everybody  # also who is told a moment later that it goes on with nobody
+        if key[1] == "verdict" and job.kind not in _PROMPT:
+            continue
+        if len(set(told.values())) > 1:
+            yield f"different answers to {key}: {told}"
+        for name, error in history.failures.get(key, {}).items():
+            if "did not answer" in error and job.kind in ("cut", "storm"):
+                continue  # it was not told
+            if history.ends.get(name) == "" and told:
+                yield f"{key} failed for {name} ({error}), and had an answer for {sorted(told)}"
+
+
+def _ends(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
+    """Who must go on to the end does."""
+    for name in _must(job, history, gone):
+        end = history.ends.get(name, "not at all")
+        if end not in ("", "left"):
+            yield f"{name} ended: {end}"
+
+
+def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
+    ranks = [str(rank) for rank in range(job.size) if str(rank) not in gone]
+    if job.sound and not (job.kind == "stall" and _early(job, history, ranks)):
+        return [*ranks, *(f"+{number}" for number in range(len(job.newcomers)))]
+    if not job.faults:
+        return ranks
+    if _early(job, history, ranks):
+        return []
+    begin = min(fault.at for fault in job.faults)
+    if job.kind in ("vanish", "cut"):
+        if job.kind == "cut":
+            if 0 < job.faults[0].seconds < _SETTLED:
+                return []  # the parts meet again while they part: whom one of them has lost is lost
+            inside = [str(rank) for rank, number in enumerate(job.hosts) if address(number) in job.faults[0].side]
+            ranks = max([inside, [each for each in ranks if each not in inside]], key=len)
+        late = any(when < begin + 1.0 for when in history.ended.values())
+        few = 2 * len(ranks) <= job.size or job.newcomers
+        return [] if late or few else ranks
+    return [] if job.kind == "storm" else ranks
+
+
+def _early(job: Job, history: History, ranks: list[str]) -> bool:
+    """Whether the job had not come together when it began."""
+    return min(fault.at for fault in job.faults) < max(history.met.get(name, 1e9) for name in ranks or ["0"])
+
+
+def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
+    """Nobody is said to be lost to whom nothing was done."""
+    if job.kind in ("storm", "cut") or (job.kind in ("vanish", "stall") and not _must(job, history, gone)):
+        return
+    for name, news in history.news.items():
+        for when, group, event in news:
+            if isinstance(event, Lost):
+                who = history.places[group].get(event.rank, "?")
+                if gone.get(who, 1e9) > when:
+                    yield f"{name} heard at {when:.3f} that {who} (rank {event.rank}) was lost: {event.reason}"
+
+
+def _named(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
+    """Who was killed is named to all others of its group, in time."""
+    for group, places in history.places.items():
+        for rank, who in places.items():
+            if who not in gone:
+                continue
+            for name in places.values():
+                heard = [
+                    when
+                    for when, of, event in history.news[name]
+                    if isinstance(event, Lost) and of == group and event.rank == rank
+                ]
+                limit = gone[who] + (_NAMED_BEHIND if job.few else _NAMED * len(gone))
+                if heard and min(heard) > limit:
+                    yield f"{name} heard {min(heard) - gone[who]:.1f} s after it that {who} was lost"
+
+
+def _errors(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
+    """Collectives fail where they must, in time, and all ranks name the same."""
+    for (group, step), told in history.errors.items():
+        failed = {name: error for name, (error, _) in told.items() if error is not None}
+        if history.mistake is not None and (group, step) == history.mistake[:2]:
+            yield from _mistakes(job, told, history.mistake[2])
+        elif failed and job.mistake is not None and all(error[0] == _KINDS[job.kind] for error in failed.values()):
+            continue  # of the one before, where others had gone on to the mistake
+        elif failed and (job.mistake is not None or (job.sound and _must(job, history, gone))):
+            yield f"collective {step} of {group!r} failed: {failed}"
+        elif job.kind == "kill":
+            places = history.places[group]
+            for name, (kind, rank, text) in failed.items():
+                if kind != "PeerLostError" or (rank != -1 and places.get(rank) not in gone):
+                    yield f"collective {step} of {group!r} failed for {name}: {kind} of rank {rank}: {text}"
+                if told[name][1] > (_NAMED_BEHIND if job.few else _NAMED * len(gone)):
+                    yield f"collective {step} of {group!r} failed for {name} after {told[name][1]:.1f} s"
+
+
+def _mistakes(
+    job: Job, told: Mapping[str, tuple[tuple[str, int | None, str] | None, float]], who: int
+) -> Iterator[str]:
+    kind, limit = _KINDS[job.kind], _FOUND if job.kind == "mismatch" else _LATE
+    if len({error for error, _ in told.values()}) > 1:
+        yield f"different errors where rank {who} made a mistake: {told}"
+    for name, (error, seconds) in told.items():
+        if error is None or error[0] != kind or str(who) not in error[2]:
+            yield f"{name} was told {error} where rank {who} made a mistake"
+        elif seconds > limit:
+            yield f"{name} waited {seconds:.1f} s for {error}"
