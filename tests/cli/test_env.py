@@ -41,6 +41,7 @@ def test_every_variable_is_read() -> None:
         "HETCOLL_SHM_STORES": "Streaming",
         "HETCOLL_IB_HCA": "^=mlx5_0:2,rxe0", "HETCOLL_IB_GID_INDEX": "3", "HETCOLL_IB_TIMEOUT": "20",
         "HETCOLL_IB_RETRY_CNT": "3", "HETCOLL_IB_SL": "4", "HETCOLL_IB_TC": "106", "HETCOLL_IB_BYTES": "64K",
+        "HETCOLL_PINNED_BYTES": "2G",
         "HETCOLL_ISA": "avx2", "HETCOLL_CHECK": "yes", "HETCOLL_SPIN_US": "0", "HETCOLL_MASTER": "[::1]:4000",
         "HETCOLL_INTEGRITY": "All",
         "HETCOLL_WARN_AFTER": "0", "HETCOLL_SIGUSR2": "1", "HETCOLL_OBJECTS": "0", "HETCOLL_NVTX": "1",
@@ -54,6 +55,7 @@ def test_every_variable_is_read() -> None:
         warn_after=0.0, sigusr2=True, objects=False, nvtx=True,
         ib_hca=DeviceFilter((("mlx5_0", 2), ("rxe0", None)), exclude=True, exact=True), ib_gid_index=3, ib_timeout=20,
         ib_retry_cnt=3, ib_sl=4, ib_tc=106, ib_bytes=65536,
+        pinned_bytes=2 << 30,
     )  # fmt: skip
     assert "secret" not in repr(config)
 

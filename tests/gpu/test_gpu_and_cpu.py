@@ -332,7 +332,7 @@ def abort_early(comm: hetcoll.Communicator, when: str) -> float:
 
     unittest.mock.patch("hetcoll.gpu.path_probe.SECONDS", 40.0).start()
     if when == "proved":
-        unittest.mock.patch("hetcoll.gpu.path_probe.exchange_on", abort).start()
+        unittest.mock.patch("hetcoll.gpu.path_probe.Bench.exchange", abort).start()
     elif comm.rank == 0:
         usual = GpuWatch.__init__
         unittest.mock.patch.object(GpuWatch, "__init__", lambda *args: (usual(*args), abort())[0]).start()

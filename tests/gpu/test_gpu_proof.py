@@ -16,9 +16,9 @@ from ranks import Outcome
 from thorough import parametrize
 
 import hetcoll
-from hetcoll.errors import InitError
+from hetcoll.errors import CommunicationError, InitError
 from hetcoll.gpu import path_probe
-from hetcoll.gpu.path_probe import pairs_to_try, pattern, try_all, without, wrong
+from hetcoll.gpu.path_probe import pairs_to_try, pattern, try_all, turns, without, wrong
 from hetcoll.gpu.proxy import Proxies
 from hetcoll.gpu.slots import Edge, SlotSegment
 from hetcoll.plan.rails import Nic
@@ -95,16 +95,12 @@ def test_which_pairs_are_tried() -> None:
         topology = Topology(tuple(RankInfo(rank, str(host)) for rank, host in enumerate(hosts)))
         return pairs_to_try(topology, [rank not in cpus for rank in range(len(hosts))])
 
-    assert pairs((2, 3)) == all_pairs(5)
-    assert pairs((8,) * 8) == all_pairs(64)
-    assert pairs((2, 2), cpus=(1, 2)) == all_pairs(4) - {(1, 2)}
-    many = pairs((8,) * 15 + (4,))
-    assert len({a ^ b for a, b in many}) < 40, "few rounds"
-    for rank in range(124):
-        hosts = [other // 8 for pair in many if rank in pair for other in pair if other != rank]
-        assert set(hosts) == set(range(16)), "each GPU with one of each host"
-        assert len(hosts) <= 7 + 15 + 15
-    assert {(0, 1), (0, 7), (0, 8), (7, 123)} <= many
+    assert pairs((2, 3)) == {(0, 1), (2, 3), (2, 4), (3, 4)}
+    assert pairs((2, 2), cpus=(1,)) == {(0, 1), (2, 3)}
+    assert pairs((2, 2), cpus=(2, 3)) == {(0, 1)}
+    many = pairs((8,) * 128)
+    assert len(many) == 128 * 28
+    assert len(turns(many)) == 7, "as many as one host has"
 
 
 def test_no_more_meetings_than_pairs_need() -> None:
@@ -391,7 +387,7 @@ def test_the_last_way_between_hosts_that_fails_is_an_error_on_all_ranks(kinds: s
     finally:
         ranks.kill_all()
     for outcome in outcomes:
-        assert isinstance(outcome.error, InitError), outcome.trace
+        assert isinstance(outcome.error, CommunicationError), outcome.trace
         assert "and 2 do not reach each other through pinned slots and sockets" in str(outcome.error)
         assert why in str(outcome.error)
 

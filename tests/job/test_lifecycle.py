@@ -286,6 +286,7 @@ SETTINGS = {
     "HETCOLL_TRANSPORT": ("auto", "tcp"),
     "HETCOLL_SHM_BYTES": ("4096", "8192"),
     "HETCOLL_SOCKET_STRIPES": ("1", "2"),
+    "HETCOLL_PINNED_BYTES": ("1G", "2G"),
     "HETCOLL_CHECK": ("0", "1"),
     "HETCOLL_OBJECTS": ("0", "1"),
 }

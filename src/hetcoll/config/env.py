@@ -73,7 +73,8 @@ class Config:
     travel over slow edges, `compress_feedback` how much memory the residuals may take, 0: there is no error feedback.
     `reproducible`: every reduction is in the order of ranks. ArgumentError where it is compressed as well.
     `warn_after` is how long a call waits before a warning says for whom, 0: there is none. `sigusr2`: that signal
-    prints the last calls. `objects`: whether calls may move pickled objects, None: in jobs that have a secret.
+    prints the last calls. `pinned_bytes` is what all ranks of a host may pin for GPUs.
+    `objects`: whether calls may move pickled objects, None: in jobs that have a secret.
     `nvtx`: calls are ranges in a profiler's timeline. `tuned` is the file with times by which algorithms are chosen,
     None: the one that `hetcoll tune` kept for such hosts, if it did. `tls`: what goes over TCP is encrypted.
     """
@@ -113,6 +114,7 @@ class Config:
     ib_sl: int = 0
     ib_tc: int = 0
     ib_bytes: int | None = None
+    pinned_bytes: int = 1 << 30
     warn_after: float = 10.0
     sigusr2: bool = False
     objects: bool | None = None
@@ -191,6 +193,7 @@ def read_config(environ: Environ) -> Config:
         ib_sl=read(environ, "HETCOLL_IB_SL", "0 to 15", whole(0, 15), 0),
         ib_tc=read(environ, "HETCOLL_IB_TC", "0 to 255", whole(0, 255), 0),
         ib_bytes=read(environ, "HETCOLL_IB_BYTES", "bytes such as 1048576 or 1M", auto(nbytes), None),
+        pinned_bytes=read(environ, "HETCOLL_PINNED_BYTES", "bytes such as 1073741824 or 1G", nbytes, 1 << 30),
         warn_after=read(environ, "HETCOLL_WARN_AFTER", "seconds, 0 for never", span, 10.0),
         sigusr2=read(environ, "HETCOLL_SIGUSR2", "0 or 1", flag, False),
         objects=read(environ, "HETCOLL_OBJECTS", "auto, 0 or 1", auto(flag), None),
@@ -255,7 +258,7 @@ _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
     CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK DIGEST INTEGRITY
     SPIN_US MASTER JOB JOIN RUN REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
-    WARN_AFTER SIGUSR2 OBJECTS NVTX TUNED TLS
+    PINNED_BYTES WARN_AFTER SIGUSR2 OBJECTS NVTX TUNED TLS
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

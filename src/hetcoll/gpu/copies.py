@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import hetcoll._native as _native
 
 from ..calls.buffers import Buffer
-from ..errors import ArgumentError, BufferTypeError, DeviceError
+from ..errors import ArgumentError, BufferTypeError, DeviceError, InitError
 from ..runtime.executor import Shared
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.kernels.source import PIECES, PIECES_OF_TABLE
@@ -28,12 +28,13 @@ from . import streams
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
+    from .pinned import Pinned
 
 log = logging.getLogger("hetcoll")
 
 _PAGE = 4096
 _STAGED = 4 << 20  # bytes each way: they stay in the last-level cache
-_LEAST_STAGED = 128 << 10  # of a FIFO, of which there are two for each rank
+_FIFO_STAGED, _LEAST_STAGED = 128 << 10, 4 << 10  # of a FIFO, of which there are two for each rank
 _PAUSE = 100e-6  # seconds between looks at streams
 _ROWS, _ROW = 65536, 24  # of the table of pieces that a kernel reads; bytes of one, `Move` of native/base/copier.h
 _SAMPLE = 4096  # bytes that who opens memory reads first
@@ -45,30 +46,47 @@ def _sample(rank: int) -> bytes:
 
 
 class Copies:
-    """Of one rank's GPU. `size`: ranks of the communicator."""
+    """Of one rank's GPU. `size`: ranks of the communicator; `pinned`: what it may pin of the host's memory. DeviceError
+    where that is too little."""
 
-    def __init__(self, device: Device, engine: _native.Engine, size: int) -> None:
+    def __init__(self, device: Device, engine: _native.Engine, size: int, pinned: Pinned) -> None:
+        self._pinned = pinned
         self._device, self._waits = device, list[_native.Gate]()  # what may still read words
         self._opened: dict[str, list[int]] = {}  # address here and how often, by handle
         self._sample = 0  # this rank's own
         self._right: dict[int, bool] = {}  # whether that of a rank was read right
         self._lock = threading.Lock()
-        staged = 2 * max(_STAGED, 2 * size * _LEAST_STAGED)
+        room = (pinned.windows - _PAGE - _ROWS * _ROW) // 2 // _PAGE * _PAGE
+        staged = 2 * max(2 * size * _LEAST_STAGED, min(room, max(_STAGED, 2 * size * _FIFO_STAGED)))
         self._undo = contextlib.ExitStack()
         with device.active(), contextlib.ExitStack() as undo:
             ways = []
             for _ in range(2):
                 ways.append(device.stream(URGENT))
                 undo.callback(device.destroy_stream, ways[-1])
-            pinned = device.allocate_host(_PAGE + staged)
-            undo.callback(device.free_host, pinned)
-            ctypes.memset(pinned, 0, _PAGE)
-            zero, word, abort = pinned, pinned + 64, pinned + 128  # of streams that cannot wait by themselves
+            first = self._pin(_PAGE + staged, undo)
+            ctypes.memset(first, 0, _PAGE)
+            zero, word, abort = first, first + 64, first + 128  # of streams that cannot wait by themselves
             functions = {**device.functions(), **signal_kernels(device, word, zero, abort)}
             self._copier = _native.Copier(vendor=device.vendor, functions=functions, into=ways[0], out=ways[1])
-            engine.use_copier(self._copier, pinned + _PAGE, staged)
+            engine.use_copier(self._copier, first + _PAGE, staged)
             self._undo = undo.pop_all()
-        self.pinned = _PAGE + staged
+
+    @property
+    def pinned(self) -> int:
+        """See `runtime.executor.Copies`."""
+        return self._pinned.held
+
+    def _pin(self, nbytes: int, undo: contextlib.ExitStack) -> int:
+        """So many bytes of the host, until `undo`."""
+        try:
+            with self._pinned.taken(nbytes):
+                address = self._device.allocate_host(nbytes)
+        except InitError as error:
+            raise DeviceError(f"memory for windows: {error}") from error
+        undo.callback(self._pinned.give, nbytes)
+        undo.callback(self._device.free_host, address)
+        return address
 
     @property
     def vendor(self) -> str:
@@ -141,9 +159,7 @@ class Copies:
         """Copy engines take some microseconds for each piece: where the device can compile them, kernels have many."""
         try:
             few, many = (self._device.kernels().function(name) for name in (PIECES, PIECES_OF_TABLE))
-            table = self._device.allocate_host(_ROWS * _ROW)
-            self._undo.callback(self._device.free_host, table)
-            self.pinned += _ROWS * _ROW
+            table = self._pin(_ROWS * _ROW, self._undo)
             self._copier.use_kernels(few, many, table, _ROWS)
         except DeviceError as error:
             log.warning("%s has no kernel for pieces, copy engines move them: %s", self._device.name, error)
@@ -164,11 +180,7 @@ class Copies:
 
     def signals(self, count: int) -> int:
         """Pinned memory for so many signals, of 8 bytes each, until `close`."""
-        nbytes = 8 * count
-        words = self._device.allocate_host(nbytes)
-        self._undo.callback(self._device.free_host, words)
-        self.pinned += nbytes
-        return words
+        return self._pin(8 * count, self._undo)
 
     def wait(self, word: int, value: int, stream: object) -> None:
         """What comes on `stream` from now on waits until the word holds `value` or more. Errors: as `after`."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,19 +24,21 @@ from ..calls import Call, descriptor
 from ..calls.messages import SendRecv
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
-from ..plan.ir import Plan
+from ..plan.ir import P2P_CHANNEL, Plan
 from ..plan.pieces import SLOTS
 from ..plan.topology import Way
+from ..runtime.executor import Prepare
 from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType, Format, ReduceOp
 from . import float8, path_probe
+from .far_proof import Exchange, FarProof
 from .plans import GpuPlans, Made
 from .shared import GpuShare
 from .slots import CHANNELS
 from .vendor_comm import GpuIslands, Meet
 
 HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: one core moves a tenth of what PCIe does
-Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
+T = TypeVar("T")
 
 
 class CpuRank:
@@ -49,7 +53,7 @@ class CpuRank:
             self._share.close()
             raise
         self.two_kinds = float8.two_kinds(self._share.gpus)
-        self._links = _Links(wiring, self._share)
+        self._links = _Links(wiring, self._share, self._exchange)
         self._plans = GpuPlans(
             wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links), planner
         )
@@ -57,24 +61,33 @@ class CpuRank:
 
     def prove(self, meet: Meet, prepare: Prepare, timeout: float) -> None:
         """Try the ways to GPUs together with their ranks: as `gpu.GpuExecutor.prove`."""
-        engine, done = self._wiring.engine, _native.Status.DONE
 
         def exchange(peer: int, nbytes: int, seconds: float) -> str:
-            ends, data, got = [(peer, nbytes)], path_probe.pattern(self._share.rank, nbytes), np.zeros(nbytes, np.uint8)
-            made = functools.partial(self._plans.messages, DType.UINT8, ends, ends, ())
-            shape = prepare(lambda check: self._links.during(timeout, check, made), timeout)
-            status = engine.run(shape, int(data.ctypes.data), int(got.ctypes.data), seconds)
-            if status is done:
-                return path_probe.wrong(lambda at, n: got[at : at + n], peer, nbytes)
-            if status is _native.Status.TIMED_OUT:
-                ticket = engine.pending
-                self._links.give_up(peer)
-                status = engine.wait(ticket, seconds)
-            if status is not done:
-                self._unfinished += [data, got]  # the engine may still use them
-            return path_probe.nothing_came(peer, seconds)
+            tried = functools.partial(self._exchange, peer, P2P_CHANNEL, nbytes, seconds)
+            return prepare(lambda check: self._links.during(timeout, check, tried), timeout)
 
         path_probe.prove(self._share, exchange, meet, self._links.give_up, lambda: self._wiring.listen(timeout))
+
+    def _exchange(self, peer: int, channel: int, nbytes: int, seconds: float) -> str:
+        """See `far_proof.Exchange`; links may be made meanwhile (`_Links.during`)."""
+        engine, done = self._wiring.engine, _native.Status.DONE
+        data, got = path_probe.pattern(self._share.rank, nbytes), np.zeros(nbytes, np.uint8)
+        status, deadline = done, time.monotonic() + seconds
+        for at, n in path_probe.messages(self._share, nbytes):
+            shape = self._plans.messages(DType.UINT8, [(peer, n)], [(peer, n)], (), channel=channel, whole=True)
+            left = max(0.001, deadline - time.monotonic())
+            status = engine.run(shape, int(data.ctypes.data) + at, int(got.ctypes.data) + at, left)
+            if status is not done:
+                break
+        else:
+            return path_probe.wrong(lambda at, n: got[at : at + n], peer, nbytes)
+        if status is _native.Status.TIMED_OUT:
+            ticket = engine.pending
+            self._links.give_up(peer)
+            status = engine.wait(ticket, seconds)
+        if status is not done:
+            self._unfinished += [data, got]  # the engine may still use them
+        return path_probe.nothing_came(peer, seconds)
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """As `runtime.host.HostPlans.shape`."""
@@ -157,12 +170,13 @@ class _Waiting(threading.local):
 class _Links:
     """The engine's links to all other ranks, made when a plan first uses them."""
 
-    def __init__(self, wiring: Wiring, share: GpuShare) -> None:
+    def __init__(self, wiring: Wiring, share: GpuShare, exchange: Exchange) -> None:
         self._wiring, self._share = wiring, share
+        self._far_proof = FarProof(wiring, share, exchange, self.give_up)
         self._helpers = helpers(wiring)
         self._waiting = _Waiting()
 
-    def during(self, timeout: float, check: Check, make: Callable[[], _native.Shape]) -> _native.Shape:
+    def during(self, timeout: float, check: Check, make: Callable[[], T]) -> T:
         """`make`, whose links may take so long and are watched over by `check`."""
         self._waiting.now = (timeout, check)
         try:
@@ -176,6 +190,8 @@ class _Links:
         assert waiting is not None
         edges = sorted(plan.edges)
         wiring.ensure([(peer, channel) for peer, channel in edges if not self._gpu(peer)], *waiting)
+        if fresh := self._far_proof.missing(edge for edge in edges if self._gpu(edge[0]) and self._far(edge[0])):
+            self._far_proof.prove(fresh, *waiting)
         to_gpus = [(peer, self._shifted(peer, channel)) for peer, channel in edges if self._gpu(peer)]
         wiring.attach(to_gpus, self._make, *waiting)
         moved = (

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
 from ..links.wiring import Check, Wiring
 from ..plan.ir import Op, Plan
 from ..plan.pieces import SLOTS
+from ..runtime.executor import Prepare
 from .near import NearSlots
 from .proxy import Proxies
 from .shared import GpuShare
 from .slots import CHANNELS
 from .vendor_comm import GpuIslands
 
+End = tuple[bool, int, int]
+"""Of an edge: whether this rank sends, the peer, the channel."""
 _PULLS = CHANNELS  # in the place of a channel: through no slot
 
-Prepare = Callable[[Callable[[Check], None], float], None]
+if TYPE_CHECKING:
+    from .far_proof import FarProof
 
 
 class GpuEdges:
@@ -39,7 +44,10 @@ class GpuEdges:
         self._prepare, self._gpus = prepare, share.gpus
         self.seconds = seconds
         """What the call has that is just being made: they take turns."""
+        self.far_proof: FarProof | None = None
+        """What tries ways to ranks elsewhere before they are used."""
         self._here = share.here
+        self._ready: set[End] = set()
         self._numbers: dict[tuple[int, int, int], int] = {}
         self._peers: dict[int, int] = {}  # by number
         self._captured: set[int] = set()  # numbers
@@ -47,10 +55,21 @@ class GpuEdges:
 
     def of(self, plan: Plan) -> list[int]:
         """The queue's numbers of the edges that the plan's steps use, 0 where a step needs none."""
-        far = [(peer, channel) for peer, channel in sorted(plan.edges) if self.far(peer)]
-        if far:
-            self._prepare(lambda check: self._proxies.connect(far, self.seconds, check), self.seconds)
+        ends = {(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps if step.peer >= 0}
+        if fresh := sorted(ends - self._ready):
+            self._prepare(lambda check: self._make(fresh, check), self.seconds)
+            self._ready.update(fresh)
         return [0 if step.peer < 0 else self._edge(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps]
+
+    def _make(self, ends: Sequence[End], check: Check) -> None:
+        far = [end for end in ends if self.far(end[1])]
+        edges = sorted({end[1:] for end in far})
+        if self.far_proof is not None and (fresh := self.far_proof.missing(edges)):
+            self.far_proof.prove(fresh, self.seconds, check)
+        self._proxies.check_room(far)
+        self._proxies.connect(edges, self.seconds, check)
+        for end in ends:
+            self._edge(*end)
 
     def far(self, peer: int) -> bool:
         """Whether what goes to `peer` does not go through this host's slots."""
@@ -142,6 +161,7 @@ class GpuEdges:
 
     def give_up(self, peer: int) -> None:
         """Let this rank's streams go that wait for `peer`, on the way that did not work."""
+        self._ready = {end for end in self._ready if end[1] != peer}
         if self.far(peer):
             self._proxies.leave(peer)
         else:

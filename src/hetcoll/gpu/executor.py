@@ -28,7 +28,7 @@ from ..errors import ArgumentError, BufferTypeError, ClosedError, CommunicationE
 from ..health.all_know import AllKnow
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
-from ..runtime.executor import FastPath, Seen
+from ..runtime.executor import FastPath, Prepare, Seen
 from ..runtime.planner import Planner
 from ..types import FLOATS, OCP_OF, REDUCING, Collective, DType
 from ..vendors.devices.base import URGENT
@@ -37,13 +37,14 @@ from . import float8, path_probe, streams
 from .array import Residual, clear
 from .deadlines import Deadlines
 from .direct import why_not_direct
-from .edges import GpuEdges, Prepare
+from .edges import GpuEdges
 from .graphs import GpuGraphs
 from .message_kernel import MessageKernel
 from .near import NearSlots
 from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
 from .plans import DeviceBinder, GpuPlans
+from .proofs import GpuProofs
 from .proxy import Proxies
 from .pulls import Place, Pulls
 from .shared import GpuShare, Note
@@ -164,31 +165,30 @@ class GpuExecutor:
             )
             mates = self._islands.mates(wiring.rank).intersection(wiring.locals)
             parts = (share, self._plans, planner, self._calls, self._deadlines)
+            ways = (self._edges, self._proxies, self._watch)
+            self._proofs = GpuProofs(wiring, device, share, *ways, self._enqueue_pattern, undo)
             self.messages = GpuMessages(self, *parts, mates, self._float8)
             undo.callback(self.messages.close)
             self._undo = undo.pop_all()
 
     def prove(self, meet: Meet, timeout: float) -> None:
-        """Try the ways to all other ranks, all ranks together: see `path_probe`."""
+        """Try the ways to all ranks of this host, all ranks together: see `path_probe`."""
         edges, wiring = self._edges, self._wiring
-        with self._watch.patient(), self._proxies.trying():
-            if path_probe.prove(self._share, self._try, meet, edges.give_up, lambda: wiring.listen(timeout)):
-                self._one_kernel = None  # it wants the mapped memory of all
+        if self._proofs.inside(meet, timeout):
+            self._one_kernel = None  # it wants the mapped memory of all
         if reason := edges.why_not_captured(None):  # which holds for all that is between this host's GPUs alone
             self.pulls.why_not = f"wanted GPUs of one host, {reason}"
         self.look_at_windows()
         mates = self._islands.mates(wiring.rank)
         self._plans.kernel = MessageKernel(self._device, self._share, mates, edges.far, self._state + MESSAGES)
 
-    def _try(self, peer: int, nbytes: int, seconds: float) -> str:
-        """See `path_probe.Exchange`."""
-
-        def enqueue(send: int, recv: int) -> GpuWork:
-            plan = self._plans.messages(DType.UINT8, [(peer, nbytes)], [(peer, nbytes)], ())
-            self._calls.run(self.bound(plan, path_probe.LABEL, [], DType.UINT8), send, recv, 0, False)
-            return GpuWork(self, None, path_probe.LABEL)
-
-        return path_probe.exchange_on(self._device, self._edges, enqueue, self._share.rank, peer, nbytes, seconds)
+    def _enqueue_pattern(self, out: bool, peer: int, channel: int, address: int, nbytes: int, stream: int) -> None:
+        """See `path_probe.Bench`."""
+        ends = [(peer, nbytes)]
+        sends, recvs = (ends, []) if out else ([], ends)
+        plan = self._plans.messages(DType.UINT8, sends, recvs, (), channel=channel, whole=True)
+        bound = self.bound(plan, path_probe.LABEL, [], DType.UINT8)
+        self._calls.run(bound, address if out else 0, 0 if out else address, stream, True)
 
     @property
     def device(self) -> Device:
@@ -406,9 +406,9 @@ class GpuExecutor:
         return self._proxies.counters()
 
     def holds(self) -> Held:
-        """What proxies hold, the watchdog's thread, and the host's slots that this GPU has mapped."""
+        """What proxies hold, the watchdog's thread, and what of the host's memory is pinned for this GPU's slots."""
         held = self._proxies.holds()
-        return held._replace(threads=held.threads + 1, pinned=held.pinned + self._segment.pinned)
+        return held._replace(threads=held.threads + 1, pinned=self._share.pinned.held)
 
     def join(self, stream: object) -> None:
         """What comes on `stream` later begins after everything enqueued so far."""

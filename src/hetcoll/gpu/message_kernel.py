@@ -55,7 +55,7 @@ class MessageKernel:
         self._device, self._share, self._state = device, share, state
         here, locals_ = share.here, share.locals
         self._rings: dict[tuple[int, bool], tuple[int, int]] = {}  # by peer, and whether this rank sends: number, place
-        if len(locals_) > ONESHOT_RANKS or not share.gpus[share.rank].kernels:
+        if len(locals_) > ONESHOT_RANKS or not share.rings or not share.gpus[share.rank].kernels:
             return
         for there, peer in enumerate(locals_):
             if peer != share.rank and peer not in mates and share.gpus[peer].kernels and not far(peer):

@@ -140,8 +140,11 @@ class Gpus:
     def copies(self, buffer: Buffer) -> Copies:
         """See `runtime.executor.Gpus`."""
         from .copies import Copies
+        from .pinned import Pinned
 
-        return Copies(self.device_of(buffer), self._wiring.engine, self._wiring.size)
+        wiring = self._wiring
+        pinned = Pinned(wiring.pinned_bytes, len(wiring.locals))
+        return Copies(self.device_of(buffer), wiring.engine, wiring.size, pinned)
 
     def on_host(self, buffer: Buffer, stream: object) -> Buffer:
         """See `runtime.executor.Gpus`."""

@@ -1,8 +1,10 @@
 """Each pair's way, inside a host or between hosts, carries a known pattern both ways at once before a call uses it.
 
-That happens when the GPU path is set up, all ranks together, through what calls use: compiled programs, streams and
-signals. Pairs take turns; what came is compared byte by byte, and all ranks hear of it. A way that fails is given up
-for the next one of `Topology.ways`, which is tried in turn, and all ranks go on from there alike.
+That goes through what calls use: compiled programs, streams and signals. What came is compared byte by byte. A way that
+fails is given up for the next one of `Topology.ways`, which is tried in turn.
+
+Ways inside hosts are tried when the GPU path is set up, all ranks together: pairs take turns, and all ranks hear of
+what came. Those between hosts are tried by their two ranks, when a plan first needs them: see `far_proof`.
 """
 
 from __future__ import annotations
@@ -10,27 +12,28 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..errors import CollectiveTimeoutError, InitError, RegistrationError
-from ..plan.topology import SPELLED, Pair, Topology, pair_of
+from ..errors import InitError, RegistrationError
+from ..plan.topology import SPELLED, Pair, Topology
+from ..vendors.devices.base import URGENT
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
-    from ..work import Work
-    from .edges import GpuEdges
     from .shared import GpuShare
 
 LABEL = "proof of paths()"
 _SMALL = 257  # bytes
-_SLOTS = 4  # so many slots full, and a bit: of such a message some pieces fill a slot, and each slot is used
+_SLOTS = 4  # so many slots full, and a bit
 SECONDS = 10.0  # that one pattern may take, whatever HETCOLL_TIMEOUT is: some machines are slow
-_ALL = 64  # ranks among which all pairs are tried
-_MOST = 300  # characters of what went wrong, for others
+MOST = 300  # characters of what went wrong, for others
+_PAUSE = 200e-6  # seconds between looks at streams
 _PERIOD = 4099  # bytes; a prime, so that no two slots hold the same
 _CHUNK = 64 * _PERIOD  # bytes that are written and looked at at once: a host's memory for more is not touched
 
@@ -44,45 +47,71 @@ did."""
 def prove(
     share: GpuShare, exchange: Exchange, meet: Meet, leave: Callable[[int], None], listen: Callable[[], None]
 ) -> bool:
-    """Find a way between pairs of which one has a GPU (`pairs_to_try`); `share` hears what is given up. Whether any is.
+    """Find a way between pairs of one host (`pairs_to_try`); `share` hears what is given up. Whether any is.
 
     Collective over all ranks. `leave` ends what goes to a peer by a way that is given up, and `listen` makes ranks
-    reachable by sockets. InitError on all ranks where no way is left, as where HETCOLL_CROSS asked for the one that
-    failed, and where it is one to a rank without a GPU on another host: its engine keeps those links, whose RDMA ends
-    on TCP by itself.
+    reachable by sockets. InitError on all ranks: see `give_up`.
     """
-    gpus, lengths = share.gpus, (_SMALL, _SLOTS * share.slot_bytes + 8)
-    tried = pairs_to_try(share.topology, [bool(gpu.vendor) for gpu in gpus])
+    tried = pairs_to_try(share.topology, [bool(gpu.vendor) for gpu in share.gpus])
     pairs: Collection[Pair] = tried
     given_up = False
-    while failed := try_all(pairs, share.rank, lengths, exchange, meet):
-        left = without(share.topology, failed)
-        lost = {pair: text for pair, text in failed.items() if not left.ways(*pair)}
-        asked = f"HETCOLL_CROSS={left.cross}" if left.cross != "auto" else f"HETCOLL_TRANSPORT={left.setting}"
-        _refuse(lost, share.topology, f"{asked} leaves no other way")
-        has_cpu = (pair for pair in failed if not all(gpus[rank].vendor for rank in pair))
-        lost = {pair: failed[pair] for pair in has_cpu if share.topology.far(*pair)}
-        _refuse(lost, share.topology, "one of them is a CPU, which keeps its links")
-        for pair in failed:
-            if share.rank in pair:
-                leave(sum(pair) - share.rank)
-        share.exclude(failed, left)
+    while failed := try_all(pairs, share.rank, lengths(share), exchange, meet):
+        give_up(share, failed, leave)
         listen()
         pairs, given_up = failed, True
-    share.tried = tried
+    share.proved.update(sum(pair) - share.rank for pair in tried if share.rank in pair)
     return given_up
 
 
+def lengths(share: GpuShare) -> tuple[int, int]:
+    """Bytes of the patterns that a way has to carry."""
+    return _SMALL, _SLOTS * share.slot_bytes + 8
+
+
+def messages(share: GpuShare, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Those in which a pattern goes, as offsets and lengths: each fits a slot, and is sent before the other rank's is
+    received, so that no number of hardware queues is too small."""
+    for at in range(0, nbytes, share.slot_bytes):
+        yield at, min(share.slot_bytes, nbytes - at)
+
+
+def give_up(share: GpuShare, failed: dict[Pair, str], leave: Callable[[int], None]) -> None:
+    """Ways that failed, and why: `share` goes on with what is left, and `leave` ends what goes to a peer of this rank.
+
+    InitError where no way is left, as where HETCOLL_CROSS asked for the one that failed, and where it is one to a rank
+    without a GPU on another host: its engine keeps those links, whose RDMA ends on TCP by itself.
+    """
+    left = without(share.topology, failed)
+    lost = {pair: text for pair, text in failed.items() if not left.ways(*pair)}
+    asked = f"HETCOLL_CROSS={left.cross}" if left.cross != "auto" else f"HETCOLL_TRANSPORT={left.setting}"
+    _refuse(lost, share.topology, f"{asked} leaves no other way")
+    has_cpu = (pair for pair in failed if not all(share.gpus[rank].vendor for rank in pair))
+    lost = {pair: failed[pair] for pair in has_cpu if share.topology.far(*pair)}
+    _refuse(lost, share.topology, "one of them is a CPU, which keeps its links")
+    for pair in failed:
+        if share.rank in pair:
+            leave(sum(pair) - share.rank)
+    share.exclude(failed, left)
+
+
 def pairs_to_try(topology: Topology, has_gpu: Sequence[bool]) -> set[Pair]:
-    """All pairs of which one has a GPU. Among very many ranks each GPU of a host is tried with one of each other host
-    instead, at least: a link to every rank would be more sockets than a process may have."""
-    place = {rank: (host, i) for host in topology.hosts for i, rank in enumerate(host)}
-    found = set()
-    for a, b in itertools.combinations(range(topology.size), 2):
-        (mine, i), (theirs, j) = place[a], place[b]
-        meet = mine == theirs or topology.size <= _ALL or i % len(theirs) == j or j % len(mine) == i
-        if meet and (has_gpu[a] or has_gpu[b]):
-            found.add((a, b))
+    """All pairs of one host of which one has a GPU."""
+    pairs = itertools.chain.from_iterable(itertools.combinations(host, 2) for host in topology.hosts)
+    return {(a, b) for a, b in pairs if has_gpu[a] or has_gpu[b]}
+
+
+def turns(pairs: Collection[Pair]) -> list[set[Pair]]:
+    """The same pairs, those together that meet at once: a rank has no two to meet in one turn. There are as many turns
+    as ranks of the fullest host, rounded up to a power of two."""
+    found, taken = list[set[Pair]](), dict[int, set[int]]()
+    for pair in sorted(pairs):
+        busy = taken.setdefault(pair[0], set()) | taken.setdefault(pair[1], set())
+        turn = next(turn for turn in itertools.count() if turn not in busy)
+        for rank in pair:
+            taken[rank].add(turn)
+        if turn == len(found):
+            found.append(set())
+        found[turn].add(pair)
     return found
 
 
@@ -104,50 +133,93 @@ def try_all(
 ) -> dict[Pair, str]:
     """Which of these pairs' ways do not work, and why; the same on all ranks. Collective over all of them."""
     failed: dict[Pair, str] = {}
-    for turn in sorted({a ^ b for a, b in pairs}):  # a rank meets rank ^ turn: nobody has two to meet at once
-        other = rank ^ turn
-        pair = pair_of(rank, other)
+    for turn in turns(pairs):
+        pair = next((pair for pair in turn if rank in pair), None)
         for nbytes in lengths:
-            problem = ""
-            if pair in pairs and pair not in failed:
-                problem = exchange(other, nbytes, SECONDS)
-            words = json.dumps([*pair, problem[:_MOST]])
+            problem = "" if pair is None or pair in failed else exchange(sum(pair) - rank, nbytes, SECONDS)
+            words = json.dumps([*(pair or (rank, rank)), problem[:MOST]])
             told = [json.loads(blob) for blob in meet(LABEL, words.encode())]
             failed |= {(a, b): f"rank {who}: {text}" for who, (a, b, text) in enumerate(told) if text}
     return failed
 
 
-def exchange_on(
-    device: Device, edges: GpuEdges, enqueue: Callable[[int, int], Work], rank: int, peer: int, nbytes: int, wait: float
-) -> str:
-    """`Exchange` on a GPU. `enqueue` sends from one address there and receives at another. Streams that wait for what
-    does not come are let go."""
-    mine, got, problem = pattern(rank, min(nbytes, _CHUNK)), np.empty(_CHUNK, np.uint8), ""
+Enqueue = Callable[[bool, int, int, int, int, int], None]
+"""See `Bench`."""
 
-    def read(at: int, n: int) -> Bytes:
-        device.copy(int(got.ctypes.data), recv + at, n)
-        return got[:n]
 
-    with contextlib.ExitStack() as undo:
-        send, recv = device.allocate(nbytes), device.allocate(nbytes)
-        undo.callback(device.free, send)
-        undo.callback(device.free, recv)
-        device.copy(send, int(mine.ctypes.data), done := mine.size)
+class Ways(Protocol):
+    """What carries patterns to other ranks (`edges.GpuEdges`)."""
+
+    def problem(self, peer: int) -> str:
+        """What the way to a rank failed with, where that is known."""
+
+    def give_up(self, peer: int) -> None:
+        """Let go what waits for a rank, on the way that did not work."""
+
+
+class Bench:
+    """Memory of a GPU, and a stream for each direction, on which patterns are sent and come: in the middle of a job,
+    too, when other streams wait for who knows what. `undo` gives them back. `enqueue` takes whether a message is sent,
+    a peer, a channel, the address and length of its bytes, and a stream, on which alone it runs."""
+
+    def __init__(
+        self,
+        device: Device,
+        edges: Ways,
+        share: GpuShare,
+        enqueue: Enqueue,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        self._device, self._edges, self._share, self._enqueue = device, edges, share, enqueue
+        most = max(lengths(share))
+        self._out, self._in = self._streams = device.stream(URGENT), device.stream(URGENT)
+        self._events = device.event(), device.event()
+        for stream, event in zip(self._streams, self._events, strict=True):
+            undo.callback(device.destroy_stream, stream)
+            undo.callback(device.destroy_event, event)
+        self._send, self._recv = device.allocate(most), device.allocate(most)  # drivers wait for all streams to free it
+        undo.callback(device.free, self._send)
+        undo.callback(device.free, self._recv)
+
+    def exchange(self, peer: int, channel: int, nbytes: int, seconds: float) -> str:
+        """See `Exchange`, on a channel. Streams that wait for what does not come are let go."""
+        mine, got, problem = pattern(self._share.rank, min(nbytes, _CHUNK)), np.empty(_CHUNK, np.uint8), ""
+
+        def read(at: int, n: int) -> Bytes:
+            self._copy(int(got.ctypes.data), self._recv + at, n)
+            return got[:n]
+
+        self._copy(self._send, int(mine.ctypes.data), done := mine.size)
         while done < nbytes:
-            device.copy(send + done, send, n := min(done, nbytes - done))
+            self._copy(self._send + done, self._send, n := min(done, nbytes - done))
             done += n
-        device.copy(recv, send, nbytes)  # where nothing comes, what is there is not the peer's
+        self._copy(self._recv, self._send, nbytes)  # where nothing comes, what is there is not the peer's
         try:
-            work = enqueue(send, recv)
+            for at, n in messages(self._share, nbytes):
+                self._enqueue(True, peer, channel, self._send + at, n, self._out)
+                self._enqueue(False, peer, channel, self._recv + at, n, self._in)
         except RegistrationError as error:
             return str(error)
-        try:
-            work.wait(wait)
-        except CollectiveTimeoutError:
-            problem = edges.problem(peer) or nothing_came(peer, wait)
-            edges.give_up(peer)
-            work.wait()
-        return edges.problem(peer) or problem or wrong(read, peer, nbytes)
+        if not self.idle(time.monotonic() + seconds):
+            problem = self._edges.problem(peer) or nothing_came(peer, seconds)
+            self._edges.give_up(peer)
+            self.idle(math.inf)
+        return self._edges.problem(peer) or problem or wrong(read, peer, nbytes)
+
+    def _copy(self, dst: int, src: int, nbytes: int) -> None:
+        self._device.copy(dst, src, nbytes, self._out)
+        self._device.synchronize(self._out)
+
+    def idle(self, deadline: float) -> bool:
+        """Wait until nothing is on its streams. Whether that is so by then."""
+        device = self._device
+        for stream, event in zip(self._streams, self._events, strict=True):
+            device.record(event, stream)
+        while not all(map(device.query, self._events)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE)
+        return True
 
 
 def nothing_came(peer: int, seconds: float) -> str:

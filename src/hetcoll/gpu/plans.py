@@ -157,18 +157,20 @@ class GpuPlans(Generic[S]):
         call: Call | None = None,
         *,
         apart: bool = False,
+        channel: int = P2P_CHANNEL,
+        whole: bool = False,
     ) -> S:
         """Messages to peers and from peers, all under way together; those of `mates`, of which it is one, by the
         island's library. Those to oneself match in their order. `call`: they are what it consists of; `apart`: each has
-        a buffer of its own.
+        a buffer of its own; `whole`: each fits a slot, and is not cut.
 
         Piece by piece of each edge, sends before receives: what peers need is enqueued before what this rank waits for.
         What the library does comes last. Small messages between two ranks are a kernel's, which comes first.
         """
         kernel = self.kernel if call is None else None
-        channel = P2P_CHANNEL if call is None else 0  # messages of two ranks are numbered along the edge
-        out = self._half(Op.SEND, channel, dtype.itemsize, sends, mates, kernel)
-        into = self._half(Op.RECV, channel, dtype.itemsize, recvs, mates, kernel)
+        channel = channel if call is None else 0  # messages of two ranks are numbered along the edge
+        out = self._half(Op.SEND, channel, dtype.itemsize, sends, mates, kernel, whole)
+        into = self._half(Op.RECV, channel, dtype.itemsize, recvs, mates, kernel, whole)
         numbered = sorted((*out.pieces, *into.pieces), key=lambda piece: (piece[0], piece[1].op))
         numbered += [(0, Step(Op.COPY, 2, src, dst)) for src, dst in zip(out.own, into.own, strict=True)]
         if out.rows or into.rows:
@@ -193,12 +195,13 @@ class GpuPlans(Generic[S]):
         messages: Sequence[End],
         mates: Collection[int],
         kernel: MessageKernel | None,
+        whole: bool,
     ) -> _Half:
         half, pieces = _Half([0], [], [], [], [], []), Counter[int]()
         buf = Buf.SEND if op is Op.SEND else Buf.RECV
         inside: dict[int, list[Span]] = {mate: [] for mate in self._mates}
         for number, (peer, count) in enumerate(messages):
-            at, cuts = len(half.table) - 1, self._cuts(count * item)
+            at, cuts = len(half.table) - 1, (0, 1) if whole else self._cuts(count * item)
             if peer in mates or peer == self._rank:
                 cuts = (0, 1)
                 (inside[peer] if peer in mates else half.own).append(Span(buf, at))

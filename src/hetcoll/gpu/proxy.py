@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 import hetcoll._native as _native
 
 from ..config.limits import Held
-from ..errors import DeviceError, RegistrationError
+from ..errors import DeviceError, InitError, RegistrationError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.verbs.report import describe_link, planned
 from ..links.wiring import Check, Wiring
+from ..plan import pieces
 from ..vendors.devices.base import PATIENT
 from .shared import GpuShare
 from .slots import CHANNELS, WORD_BYTES, WORDS_BYTES
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hetcoll")
 
 SLOTS = 8  # of an edge: more than orders count on, so that the GPU fills some while others are on their way
+_LEAST = pieces.SLOTS  # so many do
 LEAST_STRIPES, MOST_STRIPES = 4, 20
 _BOUNCE_BYTES = 256 << 10  # of a link, half of them each way: a frame has no more
 
@@ -65,7 +67,7 @@ class Proxies:
         self._holds = Held()
 
     def holds(self) -> Held:
-        """Sockets, threads, and the host's memory of slots and their words."""
+        """Sockets and threads."""
         return self._holds
 
     def stripes(self, peer: int) -> int:
@@ -100,6 +102,14 @@ class Proxies:
             self._connected.add((peer, channel))
             self._hold(descriptors=len(fds))
 
+    def check_room(self, ends: Collection[tuple[bool, int, int]]) -> None:
+        """InitError unless edges to these ends (whether this rank sends, peer, channel) may be made now, before any of
+        them is connected."""
+        fresh = [peer for out, peer, c in ends if (out, peer, self._channel(peer, c)) not in self._edges]
+        if problem := self._share.pinned.lacks(sum(self._pins(peer, _LEAST) for peer in fresh)):
+            problem = f"{len(fresh)} edges between GPUs, to and from {spell_ranks(set(fresh))}: {problem}"
+            raise InitError(problem) from MemoryError(problem)
+
     def _channel(self, peer: int, channel: int) -> int:
         """Links that take the place of others that did not work have channels of their own."""
         return channel + CHANNELS * self._share.given_up(peer)
@@ -110,7 +120,8 @@ class Proxies:
         number = self._edges.get((out, peer, channel))
         if number is None:
             assert self._proxy is not None
-            words, slots = self._allocate(peer)
+            count = SLOTS if self._direct(peer) else _LEAST + self._share.spare_slots(SLOTS - _LEAST)
+            words, slots = self._allocate(peer, count)
             ready, credit = words, words + SLOTS * WORD_BYTES
             carried = self._proxy.add_edge(
                 peer=peer,
@@ -120,23 +131,33 @@ class Proxies:
                 ready=ready,
                 credit=credit,
                 slot_bytes=self._slot_bytes,
-                count=SLOTS,
+                count=count,
             )
-            number = self._edges[out, peer, channel] = queue.add_edge(slots, ready, credit, SLOTS, carried)
+            number = self._edges[out, peer, channel] = queue.add_edge(slots, ready, credit, count, carried)
         return number
 
-    def _hold(self, descriptors: int = 0, threads: int = 0, pinned: int = 0) -> None:
+    def _hold(self, descriptors: int = 0, threads: int = 0) -> None:
         held = self._holds
-        self._holds = Held(held.descriptors + descriptors, held.threads + threads, held.pinned + pinned)
+        self._holds = Held(held.descriptors + descriptors, held.threads + threads)
 
-    def _allocate(self, peer: int) -> tuple[int, int]:
-        """The words of an edge, and its slots: the GPU's memory, or the host's behind the words."""
-        device, nbytes = self._device, SLOTS * self._slot_bytes
+    def _pins(self, peer: int, slots: int) -> int:
+        """Bytes of the host that a direction of an edge pins with so many slots; and half of what its link does."""
+        return WORDS_BYTES + (_BOUNCE_BYTES // 2 if self._direct(peer) else slots * self._slot_bytes)
+
+    def _pin(self, nbytes: int) -> int:
+        """So many bytes of the host, until `close`."""
+        pinned, device = self._share.pinned, self._device
+        with pinned.taken(nbytes):
+            address = device.allocate_host(nbytes)
+        self._undo.callback(pinned.give, nbytes)
+        self._undo.callback(device.free_host, address)
+        return address
+
+    def _allocate(self, peer: int, count: int) -> tuple[int, int]:
+        """The words of an edge, and so many slots: the GPU's memory, or the host's behind the words."""
+        device, nbytes = self._device, count * self._slot_bytes
         direct = self._direct(peer)
-        on_host = WORDS_BYTES if direct else WORDS_BYTES + nbytes
-        words = device.allocate_host(on_host)
-        self._undo.callback(device.free_host, words)
-        self._hold(pinned=on_host)
+        words = self._pin(WORDS_BYTES if direct else WORDS_BYTES + nbytes)
         ctypes.memset(words, 0, WORDS_BYTES)
         slots = words + WORDS_BYTES
         if direct:
@@ -160,10 +181,7 @@ class Proxies:
                 self._undo.callback(device.destroy_stream, self._ways[-1])
             into, out = self._ways
             self._copier = _native.Copier(vendor=device.vendor, functions=device.functions(), into=into, out=out)
-        pinned = device.allocate_host(_BOUNCE_BYTES)
-        self._undo.callback(device.free_host, pinned)
-        self._hold(pinned=_BOUNCE_BYTES)
-        return self._copier, pinned, _BOUNCE_BYTES
+        return self._copier, self._pin(_BOUNCE_BYTES), _BOUNCE_BYTES
 
     def _register(self, address: int, nbytes: int, gpu: Device | None) -> Lease:
         assert self._registered is not None
@@ -173,6 +191,7 @@ class Proxies:
         if self._registered is None:
             assert self._wiring.local_nics is not None
             self._registered = self._wiring.local_nics.share(proxy)
+            self._hold(threads=1)  # of all links over RDMA
 
     def _start(self) -> _native.Proxy:
         with self._lock:
@@ -214,12 +233,18 @@ class Proxies:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """While the block runs, a link that fails ends what goes to its peer, and nothing else: see `problem`."""
+        """While the block runs, a link that fails ends what goes to its peer, and nothing else: see `problem`. After it
+        one that was in use before ends the communicator."""
+        used = {peer for peer, _ in self._connected if peer in self._share.proved}
         self._try(True)
         try:
             yield
         finally:
             self._try(False)
+            for peer in used:
+                if (problem := self.problem(peer)) and not self._wiring.engine.failed:
+                    self._wiring.engine.fail(Kind.PEER_GONE, peer, problem)
+                    self._diagnosis.error()  # it tells the other ranks
 
     def _try(self, on: bool) -> None:
         with self._lock:

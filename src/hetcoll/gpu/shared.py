@@ -23,6 +23,8 @@ from ..links.facts import Gpu
 from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
 from ..vendors.devices.kernels.source import MESSAGES
+from .demand import Demand, slots_that_fit
+from .pinned import Pinned
 from .slots import SlotSegment, slot_bytes
 from .vendor_comm import Meet
 
@@ -66,11 +68,21 @@ class GpuShare:
         topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
         self.topology = topology.with_ports([gpu.ports for gpu in self.gpus])
         self._failed: dict[Pair, str] = {}
-        self.tried: Collection[Pair] = ()  # ways that carried known bytes, and are used
-        self.slot_bytes = slot_bytes(self.topology, near=near)
+        self.pinned = Pinned(wiring.pinned_bytes, len(wiring.locals))
+        self.slot_bytes = slots_that_fit(self.topology, wiring.pinned_bytes, slot_bytes(self.topology, near=near))
+        demand = Demand.of(self.topology, wiring.locals)
+        self.rings, self._spare = demand.beside(self.slot_bytes, wiring.pinned_bytes // len(wiring.locals))
+        self.proved: set[int] = set()
+        """Ranks to which the way in use has carried known bytes."""
         self.segment = self._segment(device, timeout)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
+
+    def spare_slots(self, most: int) -> int:
+        """How many an edge to a rank elsewhere may have beyond those that it must: the first ones have more."""
+        found = min(most, self._spare)
+        self._spare -= found
+        return found
 
     def exclude(self, failed: dict[Pair, str], topology: Topology) -> None:
         """The ways in use between these ranks do not work, and why: `topology` is what is left."""
@@ -79,7 +91,7 @@ class GpuShare:
 
     def told_tried(self, peer: int) -> str:
         """Whether the way to `peer` is one of those, for people."""
-        return ", tried with bytes" if pair_of(self.rank, peer) in self.tried else ""
+        return ", tried with bytes" if peer in self.proved else ""
 
     def given_up(self, peer: int) -> int:
         """How many ways to `peer` did not work."""
@@ -101,7 +113,7 @@ class GpuShare:
 
         nbytes, who = SlotSegment.nbytes(len(locals_), self.slot_bytes), (wiring.rank, locals_)
         with shared_memory("hetcoll-slots", nbytes, name, *who, secret, timeout, check) as memory:
-            return SlotSegment(memory.fileno(), len(locals_), self.slot_bytes, device)
+            return SlotSegment(memory.fileno(), len(locals_), self.slot_bytes, device, self.pinned)
 
     def entry(self, what: str) -> Note:
         """How a collective is written down, for all ranks of this host."""

@@ -31,6 +31,7 @@ from ..vendors.devices.kernels.table import AWAITED, MESSAGE_COUNTERS, MESSAGE_R
 if TYPE_CHECKING:
     from ..plan.topology import Topology
     from ..vendors.devices.base import Device
+    from .pinned import Pinned
 
 CHANNELS = 3  # native/base/message.h
 WORD_BYTES = 64  # bytes from one slot's word to the next: native/gpu/queue.h
@@ -86,8 +87,8 @@ class SlotSegment:
     Addresses are those of `device`; a rank without one (None) has the host's.
     """
 
-    def __init__(self, fd: int, size: int, slot_bytes: int, device: Device | None) -> None:
-        self._size, self._device = size, device
+    def __init__(self, fd: int, size: int, slot_bytes: int, device: Device | None, pinned: Pinned) -> None:
+        self._size, self._device, self._pinned = size, device, pinned
         self._edge_bytes = WORDS_BYTES + SLOTS * slot_bytes
         nbytes = self.nbytes(size, slot_bytes)
         self._areas = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
@@ -102,9 +103,8 @@ class SlotSegment:
             raise InitError(f"mapping {nbytes} bytes for the slots of GPUs: {error.strerror}") from error
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._address = int(self._bytes.ctypes.data)
-        self._registered: list[int] = []  # offsets
-        self.pinned = 0  # bytes
-        head = self._register(0, self._head)
+        self._registered: list[tuple[int, int]] = []  # offsets, and what of the bytes is this rank's
+        head = self._register(0, self._head, size)
         self.aborts = [head + WORD_BYTES * r for r in range(size)]
         self.rings = [head + self._rings + _RING * r for r in range(size)]
         self.ring_words = [head + self._rings + _RING * size + _RING_WORDS * r for r in range(size)]
@@ -114,13 +114,14 @@ class SlotSegment:
     @staticmethod
     def nbytes(size: int, slot_bytes: int) -> int:
         """Address space for a host of `size` ranks; memory is taken only by edges in use."""
+        each = EDGES * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES + MESSAGE_RING
+        return SlotSegment.head_bytes(size) + size * size * each
+
+    @staticmethod
+    def head_bytes(size: int) -> int:
+        """What is in front of the edges, and in use from the start."""
         ledger = -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
-        return (
-            _PAGE
-            + ledger
-            + size * (_AREA + _RING + _RING_WORDS)
-            + size * size * (EDGES * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES + MESSAGE_RING)
-        )
+        return _PAGE + ledger + size * (_AREA + _RING + _RING_WORDS)
 
     def pages(self, src: int, dst: int) -> int:
         """The host's address of the two pages of a ledger, where `src` and `dst` write down their messages."""
@@ -135,14 +136,15 @@ class SlotSegment:
         first = self._behind_edges + self._size * self._size * 2 * _native.LEDGER_BYTES
         return first + (src * self._size + dst) * MESSAGE_RING
 
-    def _register(self, offset: int, nbytes: int) -> int:
-        """Map this part; returns the device's address of it."""
+    def _register(self, offset: int, nbytes: int, ranks: int = 2) -> int:
+        """Map this part, which so many ranks share; returns the device's address of it. InitError where it does not fit
+        what may be pinned."""
         if self._device is None:
             return self._address + offset
-        self._bytes[offset : offset + nbytes : mmap.PAGESIZE].sum()  # drivers pin pages that exist
-        at = self._device.register_host(self._address + offset, nbytes)
-        self._registered.append(offset)
-        self.pinned += nbytes
+        with self._pinned.taken(nbytes // ranks):
+            self._bytes[offset : offset + nbytes : mmap.PAGESIZE].sum()  # drivers pin pages that exist
+            at = self._device.register_host(self._address + offset, nbytes)
+        self._registered.append((offset, nbytes // ranks))
         return at
 
     def _offset(self, src: int, dst: int, channel: int) -> int:
@@ -217,9 +219,10 @@ class SlotSegment:
 
     def close(self) -> None:
         """Unmap. The device must be done with all slots."""
-        for offset in self._registered:
+        for offset, nbytes in self._registered:
             assert self._device is not None
             self._device.unregister_host(self._address + offset)
+            self._pinned.give(nbytes)
         self._registered.clear()
         del self._bytes
         self._map.close()

@@ -16,6 +16,9 @@ _HURRIED = 1 << 15  # of the stripe's bits
 _PORT = struct.Struct("<H")
 
 
+TALKS = (1 << 16) - 1
+"""The channel of sockets by which two ranks agree on a way between them, before there are links (`gpu.far_proof`)."""
+
 ADMITTED, YIELD = b"\1", b"\0"
 """A listener's last byte of the handshake: whether the connection is taken, or the listener's own counts instead."""
 

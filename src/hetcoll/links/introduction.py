@@ -47,7 +47,7 @@ _AGREED = (
         "objects",
         "reproducible",
     ),
-    *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
+    *("pinned_bytes", "ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
 )
 """What must be the same in the configurations of all ranks; islands as well."""
 

@@ -175,6 +175,11 @@ class Listener:
                 sock.close()
             raise
 
+    def arrived(self, channel: int) -> list[EdgeKey]:
+        """The connections of this channel that peers have made and nobody has taken yet."""
+        with self._news:
+            return [key for key in self._arrived if key.channel == channel]
+
     def _await_promised(self, keys: Collection[EdgeKey], deadline: float, check: Callable[[], None]) -> None:
         """Wait until it is known which connections count that `dst` made of its own accord. Under `_news`."""
         while any(each.hurried and each.key in keys for each in self._promises) and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import starmap
+from itertools import chain, starmap
 from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
@@ -27,7 +27,7 @@ from ..plan.topology import Topology
 from ..rendezvous.connections.secure import detach_all
 from ..rendezvous.control import ControlClient
 from .descriptors import shared_memory
-from .edges import Address, EdgeKey, Request, unpack_addresses
+from .edges import TALKS, Address, EdgeKey, Request, unpack_addresses
 from .facts import Facts, check_digests
 from .introduction import Introduction, Introductions, Process, Reach, read_cards
 from .listener import Listener
@@ -97,6 +97,7 @@ class Wiring:
         self.topology = Topology(intros.infos, config.transport, config.islands, config.cross)
         self.measured = intros.measured
         self.stripes = config.socket_stripes
+        self.pinned_bytes = config.pinned_bytes
         self.locals = list(next(host for host in self.topology.hosts if rank in host))
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
         self.oversubscribed = len(self.locals) > intros.cores[intros.hosts[rank]]
@@ -266,8 +267,29 @@ class Wiring:
     ) -> Iterator[tuple[tuple[int, int], list[int]]]:
         """So many connected sockets for each (peer, channel). As `ensure`. They are made all at once, and belong to the
         caller when it is given them: who is interrupted before that leaves none open."""
+        made = self._connect(edges, timeout, check)
+        try:
+            for edge in edges:
+                yield edge, detach_all(made[edge])
+        finally:
+            for sock in chain.from_iterable(made.values()):
+                sock.close()
+
+    def talks(self, peers: Collection[int], timeout: float, check: Check) -> dict[int, socket.socket]:
+        """A socket to each of these ranks, by which two processes talk before they have links. As `ensure`."""
+        made = self._connect({(peer, TALKS): 1 for peer in peers}, timeout, check)
+        return {peer: sock for (peer, _), (sock,) in made.items()}
+
+    def callers(self) -> set[int]:
+        """The ranks that have asked for `talks` with this one, and have none yet."""
+        found = () if self._listener is None else self._listener.arrived(TALKS)
+        return {key.src + key.dst - self.rank for key in found}
+
+    def _connect(
+        self, edges: Mapping[tuple[int, int], int], timeout: float, check: Check
+    ) -> dict[tuple[int, int], list[socket.socket]]:
         if not edges:
-            return
+            return {}
         if self._listener is None:
             raise InitError(f"no transport links rank {self.rank} to {sorted({p for p, _ in edges})}")
         keys = {
@@ -281,12 +303,7 @@ class Wiring:
         if problem := reserve_descriptors(len(requests)):
             raise InitError(f"{len(requests)} sockets to {len(peers)} ranks do not fit rank {self.rank}: {problem}")
         made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
-        try:
-            for edge, each in keys.items():
-                yield edge, detach_all([made[key] for key in each])
-        finally:
-            for sock in made.values():
-                sock.close()
+        return {edge: [made[key] for key in each] for edge, each in keys.items()}
 
     def attach_verbs(self, peer: int, channel: int, fds: list[int], topology: Topology) -> None:
         """An RDMA link of the engine's to a rank that has rails to this one. Takes over the sockets."""

@@ -32,7 +32,7 @@ _FAR = 2 << 20  # bytes of a slot where some messages go between hosts: what was
 # Bytes of slots in use at once: with half as much again all-reduces of four H200s take a tenth longer.
 _CACHED = 24 << 20
 _NEAR = 48 << 20  # of those on a GPU, for each channel
-_LEAST_SLOT = _SLOT_STEP = 256 << 10
+LEAST_SLOT = SLOT_STEP = 256 << 10
 _MOST_EQUAL = 1024  # aligned units of a part: more would leave parts that are mostly alignment
 
 
@@ -81,9 +81,9 @@ def slot_bytes(ranks: int, largest: int, *, far: bool = False, near: bool = Fals
     if far:
         return _FAR
     if near and largest == ranks:
-        return max(_LEAST_SLOT, _NEAR // (SLOTS * ranks) // _SLOT_STEP * _SLOT_STEP)
+        return max(LEAST_SLOT, _NEAR // (SLOTS * ranks) // SLOT_STEP * SLOT_STEP)
     busy = min(ranks, 2 * (ranks - largest))
-    return max(_LEAST_SLOT, _CACHED // (SLOTS * max(2, busy)) // _SLOT_STEP * _SLOT_STEP)
+    return max(LEAST_SLOT, _CACHED // (SLOTS * max(2, busy)) // SLOT_STEP * SLOT_STEP)
 
 
 def piece_bytes(nbytes: int, slot: int) -> tuple[int, int]:

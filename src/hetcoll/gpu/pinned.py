@@ -1,0 +1,77 @@
+"""How much memory of a host its ranks may pin for GPUs (HETCOLL_PINNED_BYTES), and how much this process does.
+
+All ranks of a host have equal parts of it, in which all communicators of a process are counted. Of what several ranks
+have mapped each one's part counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from ..errors import InitError
+
+WINDOWS = 8
+"""One part in so many is left to windows, where slots can do without."""
+
+_lock = threading.Lock()
+_held = 0  # bytes of all communicators of this process
+_ranks = 1  # of its host, in the largest communicator
+
+
+class Pinned:
+    """What one communicator of this process pins. `budget` is that of a host, on which so many `ranks` are."""
+
+    def __init__(self, budget: int, ranks: int) -> None:
+        global _ranks
+        with _lock:
+            _ranks = max(_ranks, ranks)
+        self._budget = budget
+        self.held = 0
+        """Bytes."""
+
+    @property
+    def share(self) -> int:
+        """What this process may have, with all of its communicators."""
+        return self._budget // _ranks
+
+    @property
+    def windows(self) -> int:
+        """What of it those of a communicator may have now."""
+        return max(0, min(self.share // WINDOWS, self.share - _held))
+
+    def lacks(self, nbytes: int) -> str:
+        """Why so many bytes more do not fit, for people; nothing where they do."""
+        if _held + nbytes <= self.share:
+            return ""
+        return (
+            f"{nbytes} bytes more of pinned memory are needed, and of {self.share} that each of {_ranks} ranks of a"
+            f" host may have {_held} are in use: wanted HETCOLL_PINNED_BYTES={(_held + nbytes) * _ranks} or more, got"
+            f" {self._budget}"
+        )
+
+    @contextlib.contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """The block pins so many bytes, which are this communicator's if it does. InitError where they do not fit."""
+        self._take(nbytes)
+        try:
+            yield
+        except BaseException:
+            self.give(nbytes)
+            raise
+
+    def _take(self, nbytes: int) -> None:
+        global _held
+        with _lock:
+            if problem := self.lacks(nbytes):
+                raise InitError(problem) from MemoryError(problem)
+            _held += nbytes
+            self.held += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """So many bytes are not pinned any more."""
+        global _held
+        with _lock:
+            _held -= nbytes
+            self.held -= nbytes
