@@ -19,6 +19,7 @@ FOUND = {
         110,  # who could reach the store had to wait for a place at a relay
     ),
     "kill": (86,),  # a relay looked for a store that was gone, closed or not
+    "reset": (1000452,),  # a second welcome took the place of an answer
     "vanish": (663, 728),  # a successor passed by one that was about to notice
 }
 """What failed once, by what was done."""
