@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import netns
@@ -28,6 +29,7 @@ from hetcoll.errors import ArgumentError, AuthenticationError, InitError
 from hetcoll.rendezvous import bootstrap as rendezvous
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
 from hetcoll.rendezvous.connections import auth, probe
+from hetcoll.rendezvous.connections.sockets import close_hard
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.store import server as store
@@ -574,3 +576,26 @@ def test_of_several_addresses_of_a_store_one_is_connected_to(first: str, monkeyp
         asked.set()
     assert found == there
     assert connected == [port for _, port in addresses[: 1 if first == "works" else 2]]
+
+
+def test_a_reset_before_the_connection_was_seen_says_nothing_of_who_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a firewall. What has listened before and refuses is gone."""
+    unique_id = get_unique_id(Config(linger=0), loopback=True)
+    attempts: list[object] = []
+    begin = socket.socket.connect_ex
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def connect(sock: socket.socket, address: tuple[str, int]) -> int:
+            attempts.append(address)
+            if len(attempts) > 1:
+                return begin(sock, address)
+            code = begin(sock, other.getsockname())
+            close_hard(other.accept()[0])
+            return code
+
+        monkeypatch.setattr(socket.socket, "connect_ex", connect)
+        sock, _ = probe.connect_store(
+            replace(unique_id, addresses=unique_id.addresses[:1]), time.monotonic() + 10, there=True
+        )
+    sock.close()
+    assert len(attempts) == 2

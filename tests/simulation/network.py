@@ -95,8 +95,8 @@ class Network:
             stream.notice()
 
     def reset(self, stream: File) -> None:
-        """Something between the hosts resets a connection: both ends hear of it some time."""
-        if stream.peer is not None:
+        """Something between the hosts resets a connection that is made: both ends hear of it some time."""
+        if stream.peer is not None and stream.state == stream.peer.state == "open":
             for end in (stream, stream.peer):
                 self.kernel.after(self.delay(), end.break_now)
 
@@ -337,9 +337,7 @@ class File:
             self.kernel.wake(peer.queue)
 
     def break_now(self) -> None:
-        """A reset has come. One that comes before the answer to a SYN would say that nobody listens."""
-        if self.state == "connecting":
-            return
+        """A reset has come."""
         self._fail(errno.EPIPE if self._ended else errno.ECONNRESET)
 
     def notice(self) -> None:

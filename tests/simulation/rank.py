@@ -289,6 +289,7 @@ class Rank:
             self.history.errors[self.group, int(tag)][self.name] = spell(error), World.kernel.now - began
             raise
         self.history.errors[self.group, int(tag)][self.name] = None, World.kernel.now - began
+        self._meet(tag)  # it may have failed for others, who do not come to agree() then
 
     def _agree(self, _: Step, tag: bytes) -> None:
         self.agreements += 1

@@ -112,7 +112,7 @@ class Groups:
         """`member` is gone: lost for `reason`, or in order where that is empty. `silent`: it may live elsewhere."""
         self._keys.drop(member)
         self.rolls.drop(member)
-        self._successors.drop(member, self._clock() if silent else None)
+        self._successors.drop(member, silent)
         if self.alone:
             return
         self._questions.drop(member)

@@ -51,7 +51,7 @@ class Successors:
         self._begun = self._due = False
         self.told = b""
         """The last SUCCESSORS, which all members heard."""
-        self._silent: list[float] = []  # when members fell silent, of late
+        self._silent = 0  # ranks that fell silent of late
         self.cut_off = ""
         """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
 
@@ -102,19 +102,25 @@ class Successors:
             self._begun = True
             self._refresh_soon()
 
-    def drop(self, member: Member, silent_at: float | None) -> None:
-        """A member is gone. `silent_at`: when, if all that is known is that nothing comes from it any more."""
+    def drop(self, member: Member, silent: bool) -> None:
+        """A member is gone. `silent`: all that is known is that nothing comes from it any more."""
         if self._members.pop(member, None) is None:
             return
         self._places.pop(member, None)
         counted = member in self._ranks
         self._ranks.discard(member)
         self._refresh_soon()
-        if silent_at is not None and counted:
-            self._silent = [when for when in self._silent if when > silent_at - _SILENCES] + [silent_at]
-            if self._begun and len(self._silent) > len(self._ranks):
-                count = len(self._silent) + len(self._ranks)
-                self.cut_off = f"{len(self._silent)} of {count} processes fell silent, and may go on without this part"
+        if silent and counted:
+            self._silent += 1
+            self._after(F64.pack(_SILENCES), self._forget_silence)
+            if self._begun and self._silent > len(self._ranks):
+                count = self._silent + len(self._ranks)
+                self.cut_off = f"{self._silent} of {count} processes fell silent, and may go on without this part"
+
+    def _forget_silence(self) -> None:
+        """If that one had gone on elsewhere, with more than half of the job, this store had given up by now."""
+        self._silent -= 1
+        self._refresh_soon()
 
     def begin(self) -> None:
         """The job has come together."""
@@ -139,7 +145,8 @@ class Successors:
             self._after(F64.pack(_GATHER), self._refresh)
 
     def _refresh(self) -> None:
-        """Have as many successors as can be, and tell all members, also of their number."""
+        """Have as many successors as can be, and tell all members, also of their number, in which who fell silent of
+        late is counted: if it lives, members that go by a lower number may be no more than half with it."""
         self._due = False
         self._ask()
         if all(self._places.values()):
@@ -158,7 +165,7 @@ class Successors:
 
     def _tell(self) -> None:
         self._due = False
-        self.told = pack((U32.pack(len(self._ranks)), *filter(None, self._places.values())))
+        self.told = pack((U32.pack(len(self._ranks) + self._silent), *filter(None, self._places.values())))
         for member in self._members:
             member.send(Op.SUCCESSORS, self.told)
 
