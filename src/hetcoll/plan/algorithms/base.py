@@ -32,21 +32,22 @@ from ..costs import COSTS, LEVELS, Cost, Hosts, Levels
 from ..ir import Buf, Builder, Local, Op, Plan, Span, cut
 
 After = Iterable[int | None]
+_span = lru_cache(maxsize=3 << 13)(Span)  # those that recur in a plan, or in those of other ranks, are made once
 
 
 def inp(start: int = 0, count: int = 1) -> Span:
     """`count` units of the caller's input (SEND). Never written."""
-    return Span(Buf.SEND, start, count)
+    return _span(Buf.SEND, start, count)
 
 
 def out(start: int = 0, count: int = 1) -> Span:
     """`count` units of the caller's output (RECV). In place it is the same memory as the input."""
-    return Span(Buf.RECV, start, count)
+    return _span(Buf.RECV, start, count)
 
 
 def tmp(start: int = 0, count: int = 1) -> Span:
     """`count` units of the communicator's scratch memory."""
-    return Span(Buf.SCRATCH, start, count)
+    return _span(Buf.SCRATCH, start, count)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,18 +91,15 @@ class Draft(Builder):
 
     def send(self, lane: int, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Send `src` to `peer`. Like the next four it gives the step's index, to be named in a later `after`."""
-        slow = peer in self.slow
-        return self.add(Op.SEND, lane, src=src, peer=peer, channel=channel, deps=after, compressed=slow)
+        return self.add(Op.SEND, lane, src, None, peer, channel, after, None, peer in self.slow)
 
     def recv(self, lane: int, dst: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive into `dst` what `peer` sends next on this channel, which has as many units."""
-        slow = peer in self.slow
-        return self.add(Op.RECV, lane, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
+        return self.add(Op.RECV, lane, None, dst, peer, channel, after, None, peer in self.slow)
 
     def recv_reduce(self, lane: int, dst: Span, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive from `peer` and write the reduction of that and `src` to `dst`, which may be `src`."""
-        slow = peer in self.slow
-        return self.add(Op.RECV_REDUCE, lane, src=src, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
+        return self.add(Op.RECV_REDUCE, lane, src, dst, peer, channel, after, None, peer in self.slow)
 
     def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
         """Copy `src` to `dst`, which may be the same memory: then nothing is moved."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ...types import WHOLE, Collective
 from ..ir import Buf, Plan, Span
+from .turn import Turn, alone
 
 _ALIKE = (Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL)  # messages may bring a part of any share to any
 
@@ -48,9 +49,9 @@ class Grid:
         return before + number[start], before + number[start + span.count]
 
 
-def grids(plans: Sequence[Plan]) -> list[Grid]:
-    """The grid of each rank."""
-    first = plans[0]
+def grids(plans: Sequence[Plan], turn: Turn | None = None) -> list[Grid]:
+    """The grid of each rank; with `turn`, of those that stand for all."""
+    first, turn = plans[0], turn or alone(len(plans))
     if first.collective is Collective.P2P:  # each rank has units of its own
         return [_even(plan) for plan in plans]
     if first.stretches > 1:  # units of different stretches may be alike
@@ -59,6 +60,11 @@ def grids(plans: Sequence[Plan]) -> list[Grid]:
     points = {0, units}
     for plan in plans:
         points.update(plan.points()[plan.send_units < plan.recv_units])
+    larger_one = Buf.RECV if first.send_units < first.recv_units else Buf.SEND
+    if turn.times > 1 and turn.blocks[larger_one] > 1:
+        points.update(range(0, units, turn.blocks[larger_one] // turn.times))
+        inner = points - {units}
+        points.update(turn.unit(larger_one, at, strides) for at in inner for strides in range(1, turn.times))
     if first.collective not in WHOLE:
         share = first.pieces
         inside = {point % share for point in points} if first.collective in _ALIKE else {0}

@@ -101,6 +101,8 @@ def check_local(plan: Plan, i: int) -> None:
 def join(plans: Sequence[Plan], locals: dict[int, list[Node]]) -> None:
     """Make groups of each island's LOCAL steps: those of one lane a member, matched by order."""
     for island in plans[0].islands:
+        if island[0] not in locals:  # another stands for it
+            continue
         rows = [locals[rank] for rank in island]
         most = max(rows, key=len)
         for k, node in enumerate(most):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache, reduce
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
 
 from ...types import FROM_ROOT, TO_ROOT, Collective
 from ..ir import Buf, Op, Plan, Span, Step
 from .grid import Grid
 from .local import flows, reads, writes
 from .node import Node, wrong
+from .progress import waits
+from .turn import Turn
 
 PRIME = (1 << 61) - 1
 SAME = (Collective.ALLREDUCE, Collective.REDUCE, Collective.ALLTOALL)  # in place, unit u of SEND is unit u of RECV
-Value = tuple[int, int]  # the sum, and a number that knows the order of additions
+Value = tuple[Any, Any]
+"""The sum, and a number that knows the order of additions. Where a rank stands for others each is an array: of what
+this rank has and of what they have in its place, by their strides from it."""
 
 
 class Memory:
@@ -66,8 +73,11 @@ def _accesses(memory: Memory, step: Step) -> tuple[list[tuple[int, ...]], list[t
     return read, written
 
 
-def check_races(plan: Plan, memory: Memory, node: Node) -> None:
-    """Every earlier access to what this step touches must be ordered before it, unless both only read."""
+def check_races(plan: Plan, memory: Memory, node: Node, times: int = 1) -> None:
+    """Every earlier access to what this step touches must be ordered before it, unless both only read.
+
+    `times`: of how many ranks one stands for all (`Turn`).
+    """
     read, written = _accesses(memory, node.step)
     if len({cell for cells in written for cell in cells}) < sum(map(len, written)):
         raise wrong(plan, node.index, "writes something twice")
@@ -86,7 +96,7 @@ def check_races(plan: Plan, memory: Memory, node: Node) -> None:
             last, readers = memory.writer[cell], memory.readers[cell]
             for access in readers if last is None else [last, *readers]:
                 if access.node is not node and not access.precedes(node, cells):
-                    why = _LENT if node.sent >> access.node.id & 1 else ""
+                    why = _LENT if access.node.step.lends and _handed_over(access.node, node, times) else ""
                     raise wrong(plan, node.index, f"writes while step {access.node} may use it{why}")
                 _check_turn(plan, memory, cell, access.node, node)
             if last is not None and not readers:
@@ -100,6 +110,21 @@ _LENT = (
 )
 
 
+def _handed_over(send: Node, node: Node, times: int) -> bool:
+    """Whether a send was handed over before another node of its rank began, though it may not have ended."""
+    todo, seen = [(node, 0)], set[tuple[int, int]]()
+    while todo:
+        later, strides = todo.pop()
+        for earlier, away in waits(later):
+            there = (strides + away) % times
+            if earlier is send and there == 0:
+                return True
+            if (earlier.id, there) not in seen:
+                seen.add((earlier.id, there))
+                todo.append((earlier, there))
+    return False
+
+
 def _check_turn(plan: Plan, memory: Memory, cell: int, first: Node, second: Node) -> None:
     """Which sums are given away is found out in the order of the plan (``Neighbours`` in ``native/plan/passes.cc``):
     steps that touch a place in scratch, and do not both read it, must have there the order in which they happen."""
@@ -108,40 +133,56 @@ def _check_turn(plan: Plan, memory: Memory, cell: int, first: Node, second: Node
         raise wrong(plan, second.index, f"uses scratch after step {first}, which stands behind it in the plan: {why}")
 
 
-@lru_cache(maxsize=1 << 16)
-def _input(rank: int, unit: int) -> Value:
-    x = pow(3, 1 + rank + (unit << 20), PRIME)
-    return x, x
+def _input(rank: int, unit: int) -> int:
+    return hash((rank, unit, 0x51ED270B)) % PRIME  # of numbers, so the same in every process
+
+
+def _cube(x: Any) -> Any:
+    x %= PRIME
+    return x * x % PRIME * x % PRIME
 
 
 def _add(a: Value, b: Value) -> Value:
     """Commutative; associative in the first number, not in the second."""
-    return (a[0] + b[0]) % PRIME, pow(a[1] * b[1] + 0x9E3779B9 * (a[1] + b[1]), 3, PRIME)
+    return (a[0] + b[0]) % PRIME, _cube(a[1] * b[1] + 0x9E3779B9 * (a[1] + b[1]))
 
 
 def _divide(a: Value, size: int) -> Value:
-    return a[0] * pow(size, -1, PRIME) % PRIME, pow(a[1] + size, 5, PRIME)
+    return a[0] * pow(size, -1, PRIME) % PRIME, _cube(a[1] + size)
 
 
 def _round(a: Value) -> Value:
     """The same sum to the checker, in other bits."""
-    return a[0], pow(a[1] + 0x51ED270B, 7, PRIME)
+    return a[0], _cube(a[1] + 0x51ED270B)
 
 
-def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory], averaged: bool) -> None:
+def _inputs(plan: Plan, turn: Turn, unit: int) -> Value:
+    if turn.times == 1:
+        number: Any = _input(plan.rank, unit)
+    else:
+        number = np.array(list(map(_input, turn.ranks(plan.rank), turn.units(Buf.SEND, unit))), object)
+    return number, number
+
+
+def _from(values: list[Value], turn: Turn, strides: int) -> list[Value]:
+    """What ranks so many strides before those that have these values get from them."""
+    if turn.times == 1 or strides == 0:
+        return values
+    return [(np.roll(a, -strides), np.roll(b, -strides)) for a, b in values]
+
+
+def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory], turn: Turn, averaged: bool) -> None:
+    """Run all steps on numbers, and look at the results of all ranks."""
     kind = plans[0].collective
-    if kind is Collective.BARRIER:
-        _check_barrier(plans, order)
-        return
     for plan, memory in zip(plans, memories, strict=True):
         if kind not in FROM_ROOT or plan.rank == plan.root:
             for unit, cell in zip(memory.grid.points[Buf.SEND], memory.cells[Buf.SEND], strict=False):
-                memory.values[cell] = _input(plan.rank, unit)
+                memory.values[cell] = _inputs(plan, turn, unit)
     messages: dict[int, list[Value]] = {}
-    totals: dict[tuple[int, int], int] = {}
+    results = _Results(plans, turn, averaged)
     for node in order:
         if not node.group:
-            _execute(plans[node.rank], memories[node.rank], node, messages)
+            _execute(plans[node.rank], memories[node.rank], node, messages, turn)
         elif node is node.group[0]:
             _execute_local(plans, memories, node.group)
     for plan, memory in zip(plans, memories, strict=True):
@@ -150,7 +191,7 @@ def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory
             if last is not None and not memory.readers[cell]:
                 raise wrong(plan, last.node.index, "nobody uses the result")
         if plan.rank == plan.root or kind not in TO_ROOT:
-            _check_result(plans, plan, memory, memories[0], averaged, totals)
+            results.check(plan, memory)
 
 
 def _read(plan: Plan, memory: Memory, node: Node, span: Span | None) -> list[Value]:
@@ -172,7 +213,7 @@ def _execute_local(plans: Sequence[Plan], memories: list[Memory], group: tuple[N
         for term in terms[1:]:
             total = [_add(a, b) for a, b in zip(total, term, strict=True)]
         if len(terms) > 1:
-            total = [(a, pow(b + group[0].id, 3, PRIME)) for a, b in total]
+            total = [(a, _cube(b + group[0].id)) for a, b in total]
         if len(terms) > 1 or flow.terms[0] != (flow.to, flow.target):  # else it lies there already
             results.append((total, memories[flow.to.rank], flow.target))
     for total, memory, target in results:
@@ -180,7 +221,7 @@ def _execute_local(plans: Sequence[Plan], memories: list[Memory], group: tuple[N
             memory.values[cell], memory.rounded[cell] = value, ()
 
 
-def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Value]]) -> None:
+def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Value]], turn: Turn) -> None:
     def read(span: Span | None) -> list[Value]:
         return _read(plan, memory, node, span)
 
@@ -204,7 +245,7 @@ def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Va
             result = [_divide(a, plan.size) for a in read(step.dst)]
         case Op.RECV | Op.RECV_REDUCE:
             assert node.other is not None
-            result = messages[node.other.id]
+            result = _from(messages.pop(node.other.id), turn, node.away)
             if step.op is Op.RECV_REDUCE:
                 result = [_add(a, b) for a, b in zip(read(step.src), result, strict=True)]
     assert step.dst is not None
@@ -214,57 +255,77 @@ def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Va
         memory.rounded[cell] = written if step.op is Op.ROUND or (step.op is Op.RECV and step.compressed) else ()
 
 
-def _check_result(
-    plans: Sequence[Plan],
-    plan: Plan,
-    memory: Memory,
-    first: Memory,
-    averaged: bool,
-    totals: dict[tuple[int, int], int],
-) -> None:
-    """`totals` keeps the sums of inputs that several ranks should hold, by the first of them and their number."""
-    wanted = _p2p_inputs(plans, plan.rank) if plan.collective is Collective.P2P else None
-    for i, (unit, cell) in enumerate(zip(memory.grid.points[Buf.RECV], memory.cells[Buf.RECV], strict=False)):
-        value = memory.values[cell]
-        total = 0
-        if wanted is None:
-            ranks, source = _sources(plan, unit)
-            key = source, ranks.start if len(ranks) == 1 else -1
-            if key not in totals:
-                totals[key] = sum(_input(rank, source)[0] for rank in ranks) % PRIME
-            total = totals[key]
-            sources = [(rank, source) for rank in ranks[:8]]
-        else:
-            sources = wanted[unit]
-            total = sum(_input(rank, u)[0] for rank, u in sources) % PRIME
-        if averaged:
-            total = total * pow(plan.size, -1, PRIME) % PRIME
-        if value is None or value[0] != total:
-            names = " + ".join(f"rank {r}'s unit {u}" for r, u in sources) + (" averaged" if averaged else "")
-            problem = "holds nothing" if value is None else "holds something else"
-            raise wrong(plan, None, f"wanted recv[{unit}] to be {names}; it {problem} in the end")
-        if plan.collective is Collective.ALLREDUCE and value != first.values[first.cells[Buf.RECV][i]]:
-            raise wrong(plan, None, f"recv[{unit}] was added up in another order than on rank 0")
-        if plan.ordered and value != _in_rank_order(*_sources(plan, unit), plan.size if averaged else 1):
-            raise wrong(plan, None, f"recv[{unit}] was not added up in the order of ranks, as the plan says")
+class _Results:
+    """What ranks are to hold in the end. Keeps the sums of inputs that several should hold, and the numbers that know
+    the order of additions of what all should hold the same bits of."""
+
+    def __init__(self, plans: Sequence[Plan], turn: Turn, averaged: bool) -> None:
+        self._plans, self._turn, self._averaged = plans, turn, averaged
+        self._totals: dict[tuple[int, int], int] = {}
+        self._bits: dict[int, int] = {}
+
+    def check(self, plan: Plan, memory: Memory) -> None:
+        """The results of a rank, and of those it stands for."""
+        p2p = _p2p_inputs(self._plans, plan.rank) if plan.collective is Collective.P2P else None
+        ranks = self._turn.ranks(plan.rank)
+        for point, cell in zip(memory.grid.points[Buf.RECV], memory.cells[Buf.RECV], strict=False):
+            value, units = memory.values[cell], self._turn.units(Buf.RECV, point)
+            for rank, unit, got in zip(ranks, units, _each(value, len(ranks)), strict=True):
+                if p2p is None:
+                    terms, source = _sources(plan, rank, unit)
+                    total = self._total(terms, source)
+                else:
+                    total = sum(_input(*source) for source in p2p[unit]) % PRIME
+                if got is None or got[0] != total:
+                    sources = [(term, source) for term in terms[:8]] if p2p is None else p2p[unit]
+                    names = " + ".join(f"rank {r}'s unit {u}" for r, u in sources)
+                    names += " averaged" if self._averaged else ""
+                    problem = "holds nothing" if got is None else "holds something else"
+                    raise wrong(_of(plan, rank), None, f"wanted recv[{unit}] to be {names}; it {problem} in the end")
+                if plan.collective is Collective.ALLREDUCE and got[1] != self._bits.setdefault(unit, got[1]):
+                    raise wrong(_of(plan, rank), None, f"recv[{unit}] was added up in another order than on rank 0")
+                if plan.ordered and got != _in_rank_order(terms, source, plan.size if self._averaged else 1):
+                    problem = f"recv[{unit}] was not added up in the order of ranks, as the plan says"
+                    raise wrong(_of(plan, rank), None, problem)
+
+    def _total(self, ranks: range, unit: int) -> int:
+        """The sum of a unit of some ranks, or its average."""
+        key = unit, ranks.start if len(ranks) == 1 else -1
+        total = self._totals.get(key)
+        if total is None:
+            total = sum(_input(rank, unit) for rank in ranks)
+            total = self._totals[key] = total * (pow(self._plans[0].size, -1, PRIME) if self._averaged else 1) % PRIME
+        return total
+
+
+def _each(value: Value | None, ranks: int) -> Iterable[Value | None]:
+    """What a rank has, and what each of those has that it stands for."""
+    if value is None:
+        return [None] * ranks
+    return [value] if ranks == 1 else zip(*value, strict=True)
+
+
+def _of(plan: Plan, rank: int) -> Plan:
+    """For messages: the plan of another rank."""
+    return plan if rank == plan.rank else replace(plan, rank=rank)
 
 
 def _in_rank_order(ranks: range, unit: int, divisor: int) -> Value:
     """What this unit of these ranks, one after another, comes to, and its average where `divisor` is not 1."""
-    total = reduce(_add, (_input(rank, unit) for rank in ranks))
+    total = reduce(_add, ((x, x) for x in (_input(rank, unit) for rank in ranks)))
     return total if divisor == 1 else _divide(total, divisor)
 
 
-def _sources(plan: Plan, unit: int) -> tuple[range, int]:
-    """The ranks the sum of whose unit belongs into this rank's RECV unit, and which unit that is."""
+def _sources(plan: Plan, rank: int, unit: int) -> tuple[range, int]:
+    """The ranks the sum of whose unit belongs into a rank's RECV unit, and which unit that is."""
+    if plan.collective in (Collective.ALLREDUCE, Collective.REDUCE):
+        return range(plan.size), unit
     share, piece = divmod(unit, plan.pieces)
-    mine = plan.rank * plan.pieces + piece
-    everyone, giver, root = range(plan.size), range(share, share + 1), range(plan.root, plan.root + 1)
+    mine = rank * plan.pieces + piece
+    giver, root = range(share, share + 1), range(plan.root, plan.root + 1)
     match plan.collective:
-        case Collective.ALLREDUCE | Collective.REDUCE:
-            return everyone, unit
         case Collective.REDUCE_SCATTER:
-            return everyone, mine
+            return range(plan.size), mine
         case Collective.ALLGATHER | Collective.GATHER:
             return giver, piece
         case Collective.ALLTOALL:
@@ -294,14 +355,13 @@ def _p2p_inputs(plans: Sequence[Plan], rank: int) -> list[list[tuple[int, int]]]
     return wanted
 
 
-def _check_barrier(plans: Sequence[Plan], order: list[Node]) -> None:
-    """Nobody leaves before everyone has come: each rank's steps come after some step of every other."""
-    heard = [0] * len(plans)
-    own = [0] * len(plans)
-    for node in order:
-        own[node.rank] |= 1 << node.id
-        heard[node.rank] |= node.full | node.paced
+def check_barrier(plans: Sequence[Plan], nodes: list[list[Node]], heard: list[int], turn: Turn) -> None:
+    """Nobody leaves before everyone has come: each rank's steps come after some step of every other. `heard` has the
+    nodes before those of each rank."""
+    each = sum(map(len, nodes))
+    own = [sum(1 << node.id for node in row) for row in nodes]
     for plan in plans:
-        for other in plans:
-            if other is not plan and not heard[plan.rank] & own[other.rank]:
-                raise wrong(plan, None, f"leaves without having heard of rank {other.rank}")
+        for rank in range(turn.each * turn.times):
+            home, strides = rank % turn.each, rank // turn.each
+            if rank != plan.rank and not heard[plan.rank] >> strides * each & own[home]:
+                raise wrong(plan, None, f"leaves without having heard of rank {rank}")

@@ -9,6 +9,7 @@ from ..ir import P2P_CHANNEL, Buf, Op, Plan, Span
 from .loans import join_loans
 from .local import check_local, join, writes
 from .node import RECEIVES, Node, follows, lengths, only_in_place, wrong
+from .turn import Turn, alone
 
 LANES = 32
 CHANNELS = 3
@@ -23,18 +24,20 @@ NEEDS = {  # op -> (has src, has dst, has peer)
 }
 
 
-def network(plans: Sequence[Plan], apart: bool = False) -> list[list[Node]]:
+def network(plans: Sequence[Plan], apart: bool = False, turn: Turn | None = None) -> list[list[Node]]:
     """The steps as nodes, joined to their lanes, deps and messages. Raises for whatever is wrong in form.
 
-    `apart` leaves out deps that only input and output in the same memory ask for.
+    `apart` leaves out deps that only input and output in the same memory ask for. With `turn` the plans are those of
+    the ranks that stand for all, and so are the other ends of messages.
     """
+    turn = turn or alone(len(plans))
     nodes: list[list[Node]] = []
     sends: dict[tuple[int, int, int], list[Node]] = {}
     recvs: dict[tuple[int, int, int], list[Node]] = {}
     locals: dict[int, list[Node]] = {rank: [] for rank in range(len(plans))}
     count = 0
     for rank, plan in enumerate(plans):
-        _check_header(plans, rank)
+        _check_header(plans, rank, turn.each * turn.times)
         heads: dict[int, Node] = {}
         row: list[Node] = []
         for i, step in enumerate(plan.steps):
@@ -45,24 +48,27 @@ def network(plans: Sequence[Plan], apart: bool = False) -> list[list[Node]]:
             count += 1
             heads[step.lane] = node
             row.append(node)
-            if step.op is Op.SEND:
-                sends.setdefault((rank, step.peer, step.channel), []).append(node)
+            if step.op is Op.SEND:  # under the name that the receiver's stand-in has for it
+                strides, into = divmod(step.peer, turn.each)
+                node.away = strides
+                sends.setdefault((turn.move(rank, -strides), into, step.channel), []).append(node)
             elif step.op in RECEIVES:
+                node.away = step.peer // turn.each
                 recvs.setdefault((step.peer, rank, step.channel), []).append(node)
             elif step.op is Op.LOCAL:
                 locals[rank].append(node)
         nodes.append(row)
-    for fifo in sorted(sends.keys() | recvs.keys()):
-        _match(plans, fifo, sends.get(fifo, []), recvs.get(fifo, []))
+    for number, fifo in enumerate(sorted(sends.keys() | recvs.keys())):
+        _match(plans, turn, fifo, number, sends.get(fifo, []), recvs.get(fifo, []))
     join(plans, locals)
     join_loans(plans, nodes)
     return nodes
 
 
-def _check_header(plans: Sequence[Plan], rank: int) -> None:
+def _check_header(plans: Sequence[Plan], rank: int, size: int) -> None:
     plan, first = plans[rank], plans[0]
-    if (plan.rank, plan.size) != (rank, len(plans)):
-        raise wrong(plan, None, f"is plan {rank} of {len(plans)}")
+    if (plan.rank, plan.size) != (rank, size):
+        raise wrong(plan, None, f"is plan {rank} of {size}")
     same = ["collective", "algorithm", "root", "credits", "apart", "pieces", "islands", "compress", "stretches"]
     same += ["redundant", "ordered", "equal"]
     if plan.collective is not Collective.P2P:
@@ -115,7 +121,14 @@ def _check_span(plan: Plan, i: int, span: Span) -> None:
         raise wrong(plan, i, f"only the root has {span}")
 
 
-def _match(plans: Sequence[Plan], fifo: tuple[int, int, int], sends: list[Node], recvs: list[Node]) -> None:
+def _match(
+    plans: Sequence[Plan],
+    turn: Turn,
+    fifo: tuple[int, int, int],
+    number: int,
+    sends: list[Node],
+    recvs: list[Node],
+) -> None:
     """Pair the messages of one FIFO: same number, one lane at each end, same lengths."""
     name = f"the channel {fifo[2]} from rank {fifo[0]} to rank {fifo[1]}"
     for k in range(max(len(sends), len(recvs))):
@@ -129,7 +142,11 @@ def _match(plans: Sequence[Plan], fifo: tuple[int, int, int], sends: list[Node],
                 raise wrong(plans[end.rank], end.index, f"{name} is used by lane {first.step.lane} too")
         if send.step.compressed != recv.step.compressed:
             raise wrong(plans[recv.rank], recv.index, f"{name} is compressed at one end only")
-        send.other, recv.other = recv, send
-        went, came = lengths(plans[send.rank], send.step.src), lengths(plans[recv.rank], recv.step.dst)
+        send.other, recv.other, send.fifo, recv.fifo = recv, send, number, number
+        src = send.step.src
+        if recv.away and src is not None:
+            src = turn.span(src, recv.away)
+        went = lengths(plans[send.rank], src, fifo[0])
+        came = lengths(plans[recv.rank], recv.step.dst)
         if went != came:
             raise wrong(plans[recv.rank], recv.index, f"wanted a message as long as {came}, got {went} on {name}")

@@ -29,16 +29,18 @@ class Node:
     before: Node | None  # the previous step of its lane
     deps: list[tuple[Node, bool]]  # and whether this step may follow it element by element
     id: int
-    other: Node | None = None  # the other end of its message
+    other: Node | None = None  # the other end of its message, or what stands for it
+    away: int = 0  # how many strides further than this rank that is
+    fifo: int = -1  # the number of its message's FIFO
     group: tuple[Node, ...] = ()  # a LOCAL step on all members of the island, in its order
     sources: tuple[Node, ...] = ()  # of these, the ones whose data it gets
     onward: Node | None = None  # the send by which what this one lends may be lent on: see loans.py
     lent: Node | None = None  # the send whose memory this one may lend on
     met: bool = False  # without slots: a send whose message was received, though what it lent may still be read
     done: int = 0  # pieces
-    full: int = 0  # bit set of the nodes that end before this one begins; a send begins when it may be handed over
+    full: int = 0  # bit set of the nodes that end before this one begins; a send begins when it may be handed over; see
+    # `Turn.bits` for where ranks stand for others: then these are what the rank itself sees
     over: int = 0  # bit set of the nodes that have ended when this one has
-    sent: int = 0  # bit set of the sends that were handed over before this one begins, though they may not have ended
     paced: int = 0  # bit set of the nodes of which each element is done before the same element of this one
     hops: int = 0
 
@@ -89,17 +91,18 @@ def _in_place(plan: Plan, span: Span) -> Span:
     return Span(larger, span.start + shift * plan.rank * min(plan.send_units, plan.recv_units), span.count)
 
 
-def lengths(plan: Plan, span: Span | None) -> list[tuple[int, ...]]:
+def lengths(plan: Plan, span: Span | None, rank: int | None = None) -> list[tuple[int, ...]]:
     """How long a span is, as a name: spans of the same name are of the same length, whatever the counts are.
 
-    A tuple for each share that it touches; of what consists of stretches, one for what lies in all but the last.
+    `rank`: whose it is, if not of the plan's own rank. A tuple for each share that it touches; of what consists of
+    stretches, one for what lies in all but the last.
     """
     assert span is not None
     buf, start = span.buf, span.start
     if buf is Buf.SCRATCH:
         buf = plan.scratch_like
         start %= plan.units(buf)
-    me, kind, n, end = plan.rank, plan.collective, plan.pieces, start + span.count
+    me, kind, n, end = plan.rank if rank is None else rank, plan.collective, plan.pieces, start + span.count
     if kind in (Collective.ALLTOALL, Collective.GATHER, Collective.SCATTER, Collective.BARRIER, Collective.P2P):
         shares = ((u // n, max(start - u, 0), min(end - u, n)) for u in range(start // n * n, end, n))
         if kind is not Collective.ALLTOALL or plan.equal:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...types import Collective
 from ..ir import Op, Plan
-from .node import RECEIVES, Node, wrong
+from .node import Node, wrong
+from .turn import Turn, alone
 
 
-def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int) -> list[Node]:
+def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int, turn: Turn | None = None) -> list[Node]:
     """Run all steps with `slots` in each FIFO; the order in which they ended. Raises when they cannot end.
 
     With slots, every message is cut into more pieces than there are slots: nothing may rely on a message fitting in.
-    Without, whole messages meet (finer pieces could only help). A barrier's messages are empty and always fit.
+    Without, whole messages meet (finer pieces could only help). A barrier's messages are empty and always fit. With
+    `turn` the ranks that stand for all run, and the others in step with them: if they end at all they can end so, as
+    no step keeps another from being done.
     """
     pieces = 1 if slots == 0 or plans[0].collective is Collective.BARRIER else slots + 2
     lanes: dict[tuple[int, int], list[Node]] = {}
@@ -21,7 +24,7 @@ def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int) -> list[Node
         for node in row:
             lanes.setdefault((node.rank, node.step.lane), []).append(node)
     waiting = [lane[::-1] for lane in lanes.values()]
-    flying: dict[tuple[int, int, int], int] = {}
+    flying: dict[int, int] = {}
     order: list[Node] = []
     moved = True
     while moved:
@@ -37,7 +40,9 @@ def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int) -> list[Node
                 moved = True
     stuck = [lane[-1] for lane in waiting if lane]
     if stuck:
-        names = "; ".join(f"rank {n.rank} step {n}" for n in stuck[:8])
+        turn = turn or alone(len(plans))
+        all_stuck = [(turn.move(n.rank, t), n.index, turn.step(n.step, t)) for t in range(turn.times) for n in stuck]
+        names = "; ".join(f"rank {rank} step {i} ({step})" for rank, i, step in all_stuck[:8])
         raise wrong(plans[stuck[0].rank], stuck[0].index, f"deadlock with {slots} slots: {names}")
     return order
 
@@ -53,7 +58,7 @@ def _due(lane: list[Node]) -> Node:
     return first if first.step.op is Op.SEND else lane[-1]
 
 
-def _advance(node: Node, pieces: int, slots: int, flying: dict[tuple[int, int, int], int], order: list[Node]) -> bool:
+def _advance(node: Node, pieces: int, slots: int, flying: dict[int, int], order: list[Node]) -> bool:
     """Move one piece of a step, if its deps and its FIFO allow. A step that ends joins `order`."""
     other, step = node.other, node.step
     if not _ready(node, pieces):
@@ -72,14 +77,13 @@ def _advance(node: Node, pieces: int, slots: int, flying: dict[tuple[int, int, i
         order += (node, other)
         return True
     if other is not None and step.op is Op.SEND:
-        fifo = (node.rank, step.peer, step.channel)
-        if flying.get(fifo, 0) == slots:
+        if flying.get(node.fifo, 0) == slots:
             return False
-        flying[fifo] = flying.get(fifo, 0) + 1
+        flying[node.fifo] = flying.get(node.fifo, 0) + 1
     elif other is not None:
         if other.done == node.done:
             return False
-        flying[step.peer, node.rank, step.channel] -= 1
+        flying[node.fifo] -= 1
     node.done += 1
     if node.done == pieces:
         order.append(node)
@@ -93,7 +97,12 @@ def _ready(node: Node, pieces: int) -> bool:
     return all(dep.done == pieces or (follow and dep.done > node.done) for dep, follow in node.deps)
 
 
-def order_node(node: Node, lends: bool) -> None:
+def from_here(nodes: int, strides: int) -> int:
+    """A bit set of nodes where each rank stands for itself: all see the same."""
+    return nodes
+
+
+def order_node(node: Node, lends: bool, seen: Callable[[int, int], int] = from_here) -> None:
     """What has happened before `node`, from what happened before the steps it waits for.
 
     A send is handed over first, and ends when what it lent is home. With `lends` a send waits only until the sends
@@ -101,13 +110,15 @@ def order_node(node: Node, lends: bool) -> None:
     gets a message knows that it was handed over, and once it was received, that this one is over, unless its memory may
     have been lent on (``Task::FuseSlot``): then the last one who gets it knows. Deps count as over, whole or element by
     element, what a send has ended in its turn (``Task::Limit``, ``Task::MoveSend``): all before it in its lane, too.
+
+    `seen` gives a bit set of nodes as a rank sees it that is so many strides before the one whose set it is.
     """
     before, other = node.before, node.other
     ahead = before if lends and before is not None and node.step.lends and before.step.lends else None
     whole = [] if before is None or ahead is not None else [before]
     for source in node.sources:
         whole += ([] if source.before is None else [source.before]) + [dep for dep, _ in source.deps]
-    paced = [] if other is None or node.step.op is Op.SEND else [other]
+    sender = None if node.step.op is Op.SEND else other
     followed = [dep for dep, follow in node.deps if follow]
     whole += [dep for dep, follow in node.deps if not follow]
     for n in whole:
@@ -117,24 +128,29 @@ def order_node(node: Node, lends: bool) -> None:
         node.paced |= n.paced | 1 << n.id
     if ahead is not None:
         node.full |= ahead.full | ahead.paced
-        node.sent |= ahead.sent | 1 << ahead.id
-    for n in paced:
-        node.full |= n.full
-        node.paced |= n.paced | (0 if n.onward is not None else _chain(n))
-        node.sent |= 1 << n.id
-    for n in (*whole, *followed, *paced):
-        node.sent |= n.sent
+    if sender is not None:
+        node.full |= seen(sender.full, node.away)
+        node.paced |= seen(sender.paced | (0 if sender.onward is not None else _chain(sender, seen)), node.away)
     node.over = node.full | node.paced | 1 << node.id | (0 if before is None else before.over)
-    receives = node.step.op in RECEIVES
-    waited = [*whole, *followed, *paced] + ([] if ahead is None else [ahead])
-    node.hops = max((n.hops + (receives and n is other) for n in waited), default=0)
+    node.hops = max((n.hops + (n is sender) for n, _ in waits(node)), default=0)
 
 
-def _chain(node: Node) -> int:
+def _chain(node: Node, seen: Callable[[int, int], int]) -> int:
     """Bit set of a send and of those whose memory it may lend on."""
-    bits = 0
+    bits, strides = 0, 0
     n: Node | None = node
     while n is not None:
-        bits |= 1 << n.id
+        bits |= seen(1 << n.id, strides)
         n = n.lent
+        if n is not None and n.other is not None:
+            strides += n.other.away
     return bits
+
+
+def waits(node: Node) -> list[tuple[Node, int]]:
+    """What a node waits for, if only until a send was handed over; and how many strides further than it that is."""
+    found = [node.before, *(dep for dep, _ in node.deps)]
+    for source in node.sources:
+        found += [source.before, *(dep for dep, _ in source.deps)]
+    sender = [(node.other, node.away)] if node.other is not None and node.step.op is not Op.SEND else []
+    return [(n, 0) for n in found if n is not None] + sender

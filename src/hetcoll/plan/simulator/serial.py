@@ -34,7 +34,7 @@ def serialisable(plans: Sequence[Plan], orders: Sequence[Sequence[int]], credits
         _check_order(plan, row, order)
     over: set[int] = set()
     waiting = [[row[i] for i in reversed(order)] for row, order in zip(nodes, orders, strict=True)]
-    flying: dict[tuple[int, int, int], int] = {}
+    flying: dict[int, int] = {}
     moved = True
     while moved:
         moved = False
@@ -60,19 +60,16 @@ def _check_order(plan: Plan, row: list[Node], order: Sequence[int]) -> None:
                 raise wrong(plan, node.index, f"is enqueued before step {earlier}, which it waits for")
 
 
-def _passes(
-    node: Node, waiting: list[list[Node]], over: set[int], flying: dict[tuple[int, int, int], int], credits: int
-) -> bool:
+def _passes(node: Node, waiting: list[list[Node]], over: set[int], flying: dict[int, int], credits: int) -> bool:
     step = node.step
     if step.op is Op.LOCAL:  # when it is the next step of all members
         return all(waiting[member.rank][-1:] == [member] for member in node.group)
     if step.op is Op.SEND:
-        fifo = (node.rank, step.peer, step.channel)
-        if flying.get(fifo, 0) == credits:
+        if flying.get(node.fifo, 0) == credits:
             return False
-        flying[fifo] = flying.get(fifo, 0) + 1
+        flying[node.fifo] = flying.get(node.fifo, 0) + 1
     elif node.other is not None:
         if node.other.id not in over:
             return False
-        flying[step.peer, node.rank, step.channel] -= 1
+        flying[node.fifo] -= 1
     return True
