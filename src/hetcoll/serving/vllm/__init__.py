@@ -1,4 +1,4 @@
-"""vLLM's KV-connector interface (0.33) over `hetcoll.serving`: one instance prefills, another decodes.
+"""vLLM's KV-connector interface (0.32, 0.33) over `hetcoll.serving`: one instance prefills, another decodes.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "HetcollConnector", "kv_connector_module_path":
         "hetcoll.serving.vllm", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute",
