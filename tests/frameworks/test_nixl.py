@@ -21,7 +21,7 @@ from hetcoll.serving.nixl import nixl_agent, nixl_agent_config
 Pool = Callable[..., Ranks]
 PIECE, COUNT = 96, 8
 NAMES = ("prefill", "decode")
-HAVE_NIXL = importlib.util.find_spec("nixl") is not None
+HAVE_NIXL = importlib.util.find_spec("nixl_cu12") is not None
 REFUSED = {
     "get_plugin_params", "get_backend_params", "query_memory", "estimate_xfer_cost", "get_xfer_telemetry",
     "prep_mem_view", "release_mem_view", "send_local_metadata", "send_partial_agent_metadata", "fetch_remote_metadata",
@@ -47,7 +47,7 @@ def test_methods_take_what_nixls_take(name: str) -> None:
 
 @pytest.mark.skipif(not HAVE_NIXL, reason="NIXL is not installed")
 def test_what_was_written_by_hand_is_nixls() -> None:
-    from nixl import _api as real
+    from nixl_cu12 import _api as real
 
     public = {name for name, each in vars(real.nixl_agent).items() if inspect.isfunction(each) and name[0] != "_"}
     assert public | {"__init__"} == set(METHODS)
@@ -108,7 +108,7 @@ def with_hetcoll(comm: hetcoll.Communicator) -> None:
 
 
 def with_nixl(comm: hetcoll.Communicator) -> None:
-    from nixl import _api as real
+    from nixl_cu12 import _api as real
 
     agent = real.nixl_agent(NAMES[comm.rank], real.nixl_agent_config(backends=["UCX"]))
     program(comm, agent)
