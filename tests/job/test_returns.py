@@ -301,6 +301,7 @@ def test_a_store_that_most_members_fall_silent_to_gives_up() -> None:
     groups.drop(members[5], "it died")
     groups.drop(members[4], "timed out", silent=True)
     now[0] += 100.0
+    groups.tick()
     groups.drop(members[3], "timed out", silent=True)
     assert not groups.alone
     groups.drop(members[2], "timed out", silent=True)

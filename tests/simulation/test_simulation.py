@@ -13,7 +13,7 @@ SEEDS = 3000
 PARTS = 30
 FOUND = {
     "cut": (
-        *(29, 52),  # a store that gave up told its own rank to go on alone
+        *(69, 273),  # a store that gave up told its own rank to go on alone
         *(26, 293),  # newcomers made a majority, or were not counted among the others
         813,  # the smaller part of a job was more than half of what its store had told
         110,  # who could reach the store had to wait for a place at a relay

@@ -36,8 +36,11 @@ def _one_answer(job: Job, history: History) -> Iterator[str]:
     """What all of a group are told alike is the same for all who go on; and none of these is told that it failed."""
     for key, everybody in history.answers.items():
         told = {name: each for name, each in everybody.items() if history.ends.get(name) == ""}
-        if key[1] == "shrink" and job.kind in ("cut", "vanish"):
-            told = everybody  # also who is told a moment later that it goes on with nobody
+        if key[1] == "shrink" and job.kind in ("cut", "vanish") and not job.few:
+            # Who ends a moment later may have been told of more that go on, but not to go on without these.
+            told |= {
+                n: ranks for n, ranks in everybody.items() if not all(set(each) <= set(ranks) for each in told.values())
+            }
         if key[1] == "verdict" and job.kind not in _PROMPT:
             continue
         if len(set(told.values())) > 1:
