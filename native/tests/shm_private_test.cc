@@ -3,7 +3,9 @@
 #include <sys/mman.h>
 #include <sys/utsname.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <fstream>
 #include <functional>
@@ -217,14 +219,16 @@ void Withdrawing() {
   }
 }
 
-// A sender that dies while its memory is read is an error that names it.
-void DeadSender() {
+// A sender that dies while its memory is read is an error that names it. So is one that has become another program, by
+// exec: its process lives, and has other memory.
+void DeadSender(bool becomes) {
   Pair pair(std::size_t{2} << 20, {SlotStores::kClaimed, PrivateReads::kAlways});
   const Bytes data = Pattern(kLarge, 1);
   const pid_t child = fork();
   if (child == 0) {
     pair.segment->Introduce(0);
     for (int i = 0; i < 2; ++i) Send(*pair.a[0].send, kLoan, data, [] { CpuRelax(); });
+    if (becomes) execlp("sleep", "sleep", "60", nullptr);
     _exit(pair.a[0].send->Lent() == kLarge ? 0 : 1);
   }
   Bytes got(kLarge);
@@ -233,9 +237,23 @@ void DeadSender() {
   while (at < kLarge && Seconds(start) < kPatience) at = Receive(*pair.b[0].recv, kLoan, got, at);
   CHECK(got == data, "the first message");
   int status = -1;
-  CHECK(waitpid(child, &status, 0) == child && status == 0, "the second one was lent: status %d", status);
+  if (becomes) {
+    const auto become = [&] {
+      std::string name;
+      return std::getline(std::ifstream("/proc/" + std::to_string(child) + "/comm"), name) && name == "sleep";
+    };
+    CHECK(Within(kPatience, become), "it is another program");
+  } else {
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "the second one was lent: status %d", status);
+  }
   const FaultKind kind = KindOf([&] { Receive(*pair.b[0].recv, kLoan, got, 0); });
-  CHECK(kind == FaultKind::kPeerGone, "kind %d", int(kind));
+  CHECK(kind == FaultKind::kPeerGone, "becomes %d: kind %d", becomes, int(kind));
+  if (becomes) CHECK(kill(child, SIGKILL) == 0 && waitpid(child, &status, 0) == child, "it is gone");
+}
+
+void DeadSender() {
+  DeadSender(false);
+  DeadSender(true);
 }
 
 // Large messages between pairs that are read where they lie, written again as soon as each call is over.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from patience import PATIENCE
@@ -94,6 +95,60 @@ def test_init_refuses_a_second_one_while_the_first_is_open() -> None:
     for done in run_program(PROGRAM.format(text)):
         assert done.returncode == 0
         assert done.stdout.startswith("hetcoll.init() was called already and its communicator is open")
+
+
+BECOME = """
+import os, pathlib, sys, threading, time
+import numpy as np
+import hetcoll
+victim, folder = int(os.environ["VICTIM"]), pathlib.Path(os.environ["FOLDER"])
+before = set(os.listdir("/proc/self/fd"))
+comm = hetcoll.init()
+part = comm.split(0)
+x = np.ones(1 << 19)
+comm.allreduce(x)
+
+def call():
+    while True:
+        comm.allreduce(x)
+
+if comm.rank == victim:
+    threading.Thread(target=call, daemon=True).start()
+    part.allreduce(x, async_op=True)
+    time.sleep(float(os.environ["AFTER"]))
+    os.execv(sys.executable, [sys.executable, "-c", os.environ["THEN"], *before])
+try:
+    call()
+except hetcoll.PeerLostError as error:
+    assert error.rank == victim, error
+rest = comm.shrink()
+y = np.ones(4)
+rest.allreduce(y)
+print(y.tolist())
+(folder / str(comm.rank)).touch()
+rest.close()
+"""
+
+THEN = """
+import os, pathlib, sys, time
+left = [os.readlink(f"/proc/self/fd/{fd}") for fd in set(os.listdir("/proc/self/fd")) - set(sys.argv[1:])
+        if os.path.exists(f"/proc/self/fd/{fd}")]
+mapped = [line for line in open("/proc/self/maps") if "memfd:" in line]
+until = time.monotonic() + 20
+while len(list(pathlib.Path(os.environ["FOLDER"]).iterdir())) < 2 and time.monotonic() < until:
+    time.sleep(0.01)
+print(left, mapped, time.monotonic() < until)
+"""
+
+
+@parametrize(("victim", "transport"), [(0, "auto"), (1, "tcp"), (1, "auto"), (0, "tcp")], first=1)
+def test_a_rank_that_becomes_another_program_is_lost(victim: int, transport: str, tmp_path: Path) -> None:
+    """By exec, while its calls are under way: its process lives, and keeps nothing. Rank 0's holds the store."""
+    texts = {"VICTIM": str(victim), "FOLDER": str(tmp_path), "THEN": THEN, "AFTER": f"{0.01 * victim + 0.01}"}
+    ranks = run_program(BECOME, 3, HETCOLL_TRANSPORT=transport, HETCOLL_SHM_READ="always", **texts)
+    for rank, done in enumerate(ranks):
+        assert (done.returncode, done.stderr) == (0, ""), rank
+        assert done.stdout == ("[] [] True\n" if rank == victim else "[2.0, 2.0, 2.0, 2.0]\n"), rank
 
 
 STAY = """

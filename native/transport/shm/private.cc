@@ -32,6 +32,9 @@ void PrivateMemory::Read(std::byte* dst, std::uint64_t address, std::size_t n) c
       continue;
     }
     const int err = errno;
+    if (got < 0 && err == EFAULT && !Try()) {
+      throw Fault(FaultKind::kPeerGone, peer_, "the sender's memory is gone: its process is another program now");
+    }
     if (got < 0 && err == EFAULT) {
       throw Fault(
           FaultKind::kSystem, peer_,
