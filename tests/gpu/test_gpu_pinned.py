@@ -156,14 +156,15 @@ def send_across(comm: hetcoll.Communicator, how: str) -> None:
     reduce(comm, 1009)
     assert tried(comm) == 2
     if comm.rank == 0:
-        comm.send(DeviceArray.of(device_of_rank(0), np.ones(4)).buffer(), 2)
+        array = DeviceArray.of(device_of_rank(0), np.ones(4))
+        comm.send(array.buffer(), 2, timeout=None if how == "dies" else 2.0)
     elif comm.rank == 2 and how == "dies":
         os._exit(7)
 
 
 @pytest.mark.parametrize("how", ["dies", "does not come"])
 def test_a_rank_that_does_not_come_to_try_the_way_is_named(start: Any, how: str) -> None:
-    ranks = start(4, HETCOLL_ALGO="allreduce:ring", HETCOLL_TIMEOUT="2")
+    ranks = start(4, HETCOLL_ALGO="allreduce:ring")
     ranks.start(send_across, how)
     (outcome,) = ranks.finish(30, only=[0])
     assert isinstance(outcome.error, PeerLostError if how == "dies" else CollectiveTimeoutError), outcome.trace

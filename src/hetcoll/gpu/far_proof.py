@@ -183,9 +183,9 @@ class _Meeting:
         left = max(0.1, self._deadline - time.monotonic())
         socks = self._proof.wiring.talks(fresh, left, self._check) if fresh else {}
         try:
-            while socks:
-                peer, sock = socks.popitem()
-                self._talks[peer] = _Talk(peer, sock, fresh[peer])
+            for peer in list(socks):
+                self._talks[peer] = _Talk(peer, socks[peer], fresh[peer])
+                del socks[peer]
         finally:
             for sock in socks.values():
                 sock.close()
