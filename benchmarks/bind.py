@@ -2,24 +2,37 @@
 
     python benchmarks/bind.py                              # all-reduces, by each algorithm
     python benchmarks/bind.py --op allgather --ranks 64 1024 --stretches 64
+    python benchmarks/bind.py --prove --algorithms ring tree --ranks 256 1024     # the plans of all ranks
+    python benchmarks/bind.py --prove --islands 64 192
 
 Of each plan: the time to draw it and to encode it (Python), the bytes that it is encoded in, its steps, and the time to
-decode and bind it (C++). Each is the best of a few turns. With `--hosts` ranks are on hosts of 8, among which
-algorithms run. An algorithm that cuts a buffer into stretches has as many as `--stretches` says; `-` stands for what is
-refused, and the last column says why.
+decode and bind it (C++). Each is the best of a few turns, in CPU time: nothing here waits. With `--hosts` ranks are on
+hosts of 8, among which algorithms run. An algorithm that cuts a buffer into stretches has as many as `--stretches`
+says; `-` stands for what is refused, and the last column says why.
+
+With `--prove` the plans of all ranks are drawn and proved, once, in a process of its own: its CPU time and peak memory,
+and how many ranks stand for all.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import accumulate
 from typing import TypeVar
 
 from hetcoll import _native
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts
+from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import among_hosts
+from hetcoll.plan.algorithms.islands import ISLANDS
+from hetcoll.plan.ir import Plan
+from hetcoll.plan.simulator import prove
+from hetcoll.plan.simulator.turn import turning
 from hetcoll.types import Collective, DType
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -29,12 +42,12 @@ T = TypeVar("T")
 
 
 def best(make: Callable[[], T], turns: int) -> tuple[T, float]:
-    """What `make` gives, and its best time in ms. A second is enough."""
+    """What `make` gives, and its best CPU time in ms. A second is enough."""
     times: list[float] = []
     while True:
-        start = time.perf_counter()
+        start = time.process_time()
         made = make()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
         if len(times) >= turns or sum(times) > 1:
             return made, 1e3 * min(times)
 
@@ -60,6 +73,52 @@ def row(entry: Algorithm, size: int, stretches: int, turns: int, among: bool) ->
     return f"| {name} | {size} | {steps} | {len(encoded)} | {drawn:.2f} | {packed:.2f} | {bound:.3f} |  |"
 
 
+class Drawn(Sequence[Plan]):
+    """The plans of all ranks, each drawn when it is asked for, and not kept."""
+
+    def __init__(self, entry: Algorithm, size: int, hosts: Hosts | None) -> None:
+        self._entry, self._size, self._hosts = entry, size, hosts
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, rank: int) -> Plan:  # type: ignore[override]
+        return self._entry.build(self._size, rank, hosts=self._hosts)
+
+
+def proof(collective: Collective, name: str, size: int, islands: Sequence[int]) -> str:
+    """A row of the table of proofs."""
+    hosts, label = None, f"{size}"
+    if islands:
+        ends = list(accumulate(islands))
+        hosts = tuple(tuple(range(end - k, end)) for end, k in zip(ends, islands, strict=True))
+        size, label = ends[-1], "+".join(map(str, islands))
+        entry = ISLANDS[collective] if name == "islands" else among(ALGORITHMS[collective][name])
+    else:
+        entry = ALGORITHMS[collective][name]
+    plans = Drawn(entry, size, hosts)
+    start = time.process_time()
+    for rank in range(size):
+        plans[rank]
+    drawing = time.process_time()
+    turn = turning(plans)
+    report = prove(plans, turn)
+    end = time.process_time()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    times = f"{drawing - start:.2f} | {end - drawing:.2f}"
+    return f"| {name} | {label} | {report.steps} | {turn.each} | {times} | {peak:.0f} |"
+
+
+def proofs(collective: Collective, names: Sequence[str], sizes: Sequence[int], islands: Sequence[int]) -> None:
+    print("| algorithm | ranks | steps of all | stand for all | draw s | draw and prove s | peak MB |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name in names:
+        for size in sizes[: 1 if islands else None]:
+            if islands or ALGORITHMS[collective][name].supports(size):
+                with ProcessPoolExecutor(1) as alone:
+                    print(alone.submit(proof, collective, name, size, islands).result(), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     labels = [c.label for c in ALGORITHMS]
@@ -69,7 +128,14 @@ def main() -> None:
     parser.add_argument("--stretches", nargs="+", type=int, default=(1, 64), help="of those cut so (default: 1 64)")
     parser.add_argument("--hosts", action="store_true", help="ranks are on hosts of 8")
     parser.add_argument("--turns", type=int, default=3, help="how often each is done (default: 3)")
+    parser.add_argument("--prove", action="store_true", help="prove the plans of all ranks instead")
+    parser.add_argument("--islands", nargs="+", type=int, default=(), help="of so many ranks, for --prove")
     args = parser.parse_args()
+    if args.prove:
+        collective = Collective[args.op.upper()]
+        names = args.algorithms or ([*ALGORITHMS[collective]] if not args.islands else ["islands"])
+        proofs(collective, names, args.ranks, args.islands)
+        return
     print("| algorithm | ranks | steps | bytes | draw ms | encode ms | bind ms | refused |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
     for entry in ALGORITHMS[Collective[args.op.upper()]].values():
