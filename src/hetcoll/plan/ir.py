@@ -365,11 +365,6 @@ class Builder:
 
         Deps on the same lane, and on what an earlier step of this lane has waited for, are dropped.
         """
-        steps = self.steps
-        steps.append(Step(op, lane, src, dst, peer, channel, self._kept(lane, deps) if deps else (), local, compressed))
-        return len(steps) - 1
-
-    def _kept(self, lane: int, deps: Iterable[int | None]) -> tuple[int, ...]:
         steps, waited = self.steps, self.waited
         kept = list[int]()
         for d in deps:
@@ -379,4 +374,5 @@ class Builder:
             kept = sorted(set(kept))
         for d in kept:
             waited[lane, steps[d].lane] = d
-        return tuple(kept)
+        steps.append(Step(op, lane, src, dst, peer, channel, tuple(kept), local, compressed))
+        return len(steps) - 1
