@@ -10,7 +10,6 @@ each other what they found, and go on alike.
 from __future__ import annotations
 
 import contextlib
-import json
 import select
 import threading
 import time
@@ -19,20 +18,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InitError, spell_ranks
+from ..links.lines import Lines
 from ..links.wiring import Check, Wiring
 from ..plan.topology import pair_of
-from ..rendezvous.connections.sockets import send_all, spell_error
 from . import path_probe
 
 if TYPE_CHECKING:
-    import socket
-
     from .shared import GpuShare
 
 _POLL = 0.02  # seconds between looks at what others say, and at `check`
 _ANY = -1  # in place of a channel: that of the other one
-_MOST = 4096  # bytes of what one says
-_SEND_SECONDS = 10.0
 
 Exchange = Callable[[int, int, int, float], str]
 """`path_probe.Exchange` on a channel: peer, channel, bytes, seconds."""
@@ -101,11 +96,10 @@ class FarProof:
 
 
 class _Talk:
-    """With one rank, over a socket of their own."""
+    """With one rank. InitError where that ends."""
 
-    def __init__(self, peer: int, sock: socket.socket, channel: int) -> None:
-        self.peer, self.sock, self._channel = peer, sock, channel
-        self._came = b""
+    def __init__(self, peer: int, lines: Lines, channel: int) -> None:
+        self.peer, self.lines, self._channel = peer, lines, channel
         self._theirs: int | None = None
         self.asks = self.answers = False
         self.found = deque[str]()
@@ -123,33 +117,25 @@ class _Talk:
 
     def say(self, word: str, value: Any = None) -> None:
         try:
-            send_all(self.sock, json.dumps([word, value]).encode() + b"\n", time.monotonic() + _SEND_SECONDS)
-        except OSError as error:
-            raise self._ended(spell_error(error)) from None
+            self.lines.say(word, value)
+        except ConnectionError as error:
+            raise self._ended(error) from None
 
     def listen(self) -> None:
-        """To what has come. InitError where that is the end."""
+        """To what has come."""
         try:
-            part = self.sock.recv(_MOST)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise self._ended(spell_error(error)) from None
-        if not part or len(self._came) > _MOST:
-            raise self._ended("it has closed the connection")
-        *lines, self._came = (self._came + part).split(b"\n")
-        for line in lines:
-            self._hear(*json.loads(line))
+            came = self.lines.hear()
+        except ConnectionError as error:
+            raise self._ended(error) from None
+        for word, value in came:
+            if word == "here":
+                self._theirs = int(value)
+            elif word == "found":
+                self.found.append(str(value))
+            else:
+                self.asks, self.answers = self.asks or word == "ask", self.answers or word == "answer"
 
-    def _hear(self, word: str, value: Any) -> None:
-        if word == "here":
-            self._theirs = int(value)
-        elif word == "found":
-            self.found.append(str(value))
-        else:
-            self.asks, self.answers = self.asks or word == "ask", self.answers or word == "answer"
-
-    def _ended(self, why: str) -> InitError:
+    def _ended(self, why: ConnectionError) -> InitError:
         return InitError(f"rank {self.peer} does not try its way to this rank any more: {why}")
 
 
@@ -172,23 +158,23 @@ class _Meeting:
                 higher = [peer for peer, talk in self._talks.items() if peer > self._rank and talk.here]
                 for peer in (lower or higher)[:1]:
                     self._meet(self._talks[peer])
-                    self._talks.pop(peer).sock.close()
+                    self._talks.pop(peer).lines.close()
                 if not lower and not higher:
                     self._wait(self._talks.values())
         finally:
             for talk in self._talks.values():
-                talk.sock.close()
+                talk.lines.close()
 
     def _open(self, fresh: Mapping[int, int]) -> None:
         left = max(0.1, self._deadline - time.monotonic())
-        socks = self._proof.wiring.talks(fresh, left, self._check) if fresh else {}
+        made = self._proof.wiring.talks(fresh, left, self._check) if fresh else {}
         try:
-            for peer in list(socks):
-                self._talks[peer] = _Talk(peer, socks[peer], fresh[peer])
-                del socks[peer]
+            for peer in list(made):
+                self._talks[peer] = _Talk(peer, made[peer], fresh[peer])
+                del made[peer]
         finally:
-            for sock in socks.values():
-                sock.close()
+            for lines in made.values():
+                lines.close()
 
     def _meet(self, talk: _Talk) -> None:
         talk.say("answer" if talk.asks else "ask")
@@ -217,5 +203,5 @@ class _Meeting:
             raise InitError(f"{spell_ranks(waits)} did not come to try the way to this rank")
         poll = select.poll()
         for peer in waits:
-            poll.register(self._talks[peer].sock, select.POLLIN)
+            poll.register(self._talks[peer].lines, select.POLLIN)
         poll.poll(1000 * _POLL)

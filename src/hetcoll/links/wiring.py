@@ -30,6 +30,7 @@ from .descriptors import shared_memory
 from .edges import TALKS, Address, EdgeKey, Request, unpack_addresses
 from .facts import Facts, check_digests
 from .introduction import Introduction, Introductions, Process, Reach, read_cards
+from .lines import Lines
 from .listener import Listener
 from .making import Making
 from .mending import Mending
@@ -275,10 +276,10 @@ class Wiring:
             for sock in chain.from_iterable(made.values()):
                 sock.close()
 
-    def talks(self, peers: Collection[int], timeout: float, check: Check) -> dict[int, socket.socket]:
+    def talks(self, peers: Collection[int], timeout: float, check: Check) -> dict[int, Lines]:
         """A socket to each of these ranks, by which two processes talk before they have links. As `ensure`."""
         made = self._connect({(peer, TALKS): 1 for peer in peers}, timeout, check)
-        return {peer: sock for (peer, _), (sock,) in made.items()}
+        return {peer: Lines(sock) for (peer, _), (sock,) in made.items()}
 
     def callers(self) -> set[int]:
         """The ranks that have asked for `talks` with this one, and have none yet."""
