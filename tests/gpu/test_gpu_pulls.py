@@ -132,7 +132,11 @@ def driver_calls(comm: hetcoll.Communicator, log: str) -> list[tuple[int, int]]:
     ]
 
     def names() -> list[str]:
-        return [name for pid, _, name in map(str.split, Path(log).read_text().splitlines()) if pid == str(os.getpid())]
+        return [
+            name
+            for pid, _, name in map(str.split, Path(log).read_text().rpartition("\n")[0].splitlines())
+            if pid == str(os.getpid())
+        ]
 
     def take(call: Callable[[], hetcoll.Work]) -> tuple[int, int]:
         before = len(names())
