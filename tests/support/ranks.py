@@ -450,7 +450,7 @@ def _leave(job: Job, before: Resources | None) -> None:
         if isinstance(resource, hetcoll.Communicator):
             resource.close()
             del resource
-    deadline = time.monotonic() + PATIENCE * (5.0 + 0.3 * job.size)
+    deadline = time.monotonic() + PATIENCE * (5.0 + 0.1 * job.size)
     if before is None:
         return
     while left := Resources.now().left_over(before):  # rank 0's store lets go of the others when they have left
