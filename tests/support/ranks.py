@@ -455,5 +455,6 @@ def _leave(job: Job, before: Resources | None) -> None:
         return
     while left := Resources.now().left_over(before):  # rank 0's store lets go of the others when they have left
         if time.monotonic() >= deadline:
+            faulthandler.dump_traceback(all_threads=True)
             raise RankError(f"after close() there are still {left}")
         time.sleep(0.01)
