@@ -27,7 +27,7 @@ Kernels (native signatures stand in ``*.h`` beside this file; counts are element
     What goes over compressed edges (``codecs.h``): rounded, with what was lost before (`residual` may be null); as
     codes; back; and added to x. dst may be src or x.
 ``fold_<dtype>(Fold)``, ``compare_<dtype>(Comparison)``
-    What HETCOLL_CHECK does at replays of graphs (``checks.h``).
+    What HETCOLL_CHECK does at replays of graphs (``folds.h``, ``checks.h``).
 
 16- and 8-bit floats are computed in float32 and rounded once. The results have the bits of the host's kernels, but
 that any NaN is as good as another.

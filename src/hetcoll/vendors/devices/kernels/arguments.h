@@ -116,7 +116,7 @@ static_assert(sizeof(Tokens) == 168, "hetcoll/vendors/devices/kernels/table.py h
 
 constexpr unsigned kFoldLanes = 16;
 
-// What is known of some elements (checks.h): a hash of their bits; how many are not finite, and the first of them, or
+// What is known of some elements (folds.h): a hash of their bits; how many are not finite, and the first of them, or
 // ~0; of sums the largest magnitude. A lane has every 16th 16 bytes: their fold, and of sums their magnitudes'. What is
 // a double is here by its bits.
 struct Record {
@@ -132,7 +132,7 @@ struct Fold {
   const unsigned long long* offsets;  // in memory that host and device have mapped
   Record* partial;                    // one a block, where a part has several
   unsigned* tickets;                  // one a part, 0 between launches
-  unsigned op, blocks;                // as kMoved of checks.h says; of a part
+  unsigned op, blocks;                // as kMoved of folds.h says; of a part
 };
 static_assert(sizeof(Fold) == 48, "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
