@@ -70,8 +70,8 @@ def test_the_first_call_says_which_gpu_it_is() -> None:
         return [json.dumps(each).encode() for each in told]
 
     chosen = known.choose(cast("Any", Device(at(2))), "a", "no", False, (2, 0, 1), meet)
-    theirs = replace(MI300X, doorbell="b", kernels=True, ports=(1, 0))
-    assert chosen == [at(2, doorbell="a", no_direct="no"), theirs, Gpu.none("c")]
+    theirs = replace(MI300X, memory="b", kernels=True, ports=(1, 0))
+    assert chosen == [at(2, memory="a", no_direct="no"), theirs, Gpu.none("c")]
     told[1][1] = "0000:99:00.0"
     with pytest.raises(InitError, match=r"rank 1 uses GPU 0000:99:00.0 of hip, which it did not see .* HETCOLL_DEVICE"):
         known.choose(cast("Any", Device(at(2))), "a", "no", False, (2, 0, 1), meet)

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import TypeVar
 
 import pytest
@@ -190,9 +190,7 @@ PHASES = ("nothing", "an exchange", "a question", "a verdict", "goodbyes")
 @settings(max_examples=8, deadline=None)
 @given(phase=st.sampled_from(PHASES), deep=st.booleans(), which=st.integers(0, 7))
 def test_a_relay_that_dies_is_lost_and_nobody_else(phase: str, deep: bool, which: int) -> None:
-    job = Job()
-    with ExitStack() as stack:
-        stack.callback(job.close)
+    with closing(Job()) as job:
         job.enter()
         relays = [each for each in job.ranks if each.serves and each.client._uplink.behind == deep] or [job.a_relay()]
         dead = relays[which % len(relays)]  # how many there are, timing decides
@@ -302,9 +300,7 @@ def test_a_relay_that_is_stopped_is_left(job: Job, monkeypatch: pytest.MonkeyPat
 
 def test_who_dies_with_its_relay_is_lost_when_it_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "ABSENCE", 3.0)
-    job = Job()
-    with ExitStack() as stack:
-        stack.callback(job.close)
+    with closing(Job()) as job:
         job.enter()
         first = job.a_relay()
         assert first.client._relay is not None
@@ -324,9 +320,7 @@ def test_who_dies_with_its_relay_is_lost_when_it_does_not_come_back(monkeypatch:
 
 def test_who_is_behind_a_relay_whose_host_vanished_is_missing_since_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that vanished with it is lost as soon as one with a connection of its own."""
-    job = Job()
-    with ExitStack() as stack:
-        stack.callback(job.close)
+    with closing(Job()) as job:
         job.enter()
         first = job.a_relay()
         assert first.client._relay is not None
@@ -360,9 +354,7 @@ def test_all_hear_of_the_end_of_the_store(job: Job, orderly: bool) -> None:
 @given(seed=st.integers(0, 1 << 30))
 def test_nobody_is_lost_where_connections_are_reset(seed: int) -> None:
     """To the store, to relays, and of relays."""
-    job = Job()
-    with ExitStack() as stack:
-        stack.callback(job.close)
+    with closing(Job()) as job:
         job.enter()
 
         def connections() -> list[socket.socket]:

@@ -104,7 +104,7 @@ class GpuShare:
 
     def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
         wiring, locals_ = self._wiring, self._wiring.locals
-        name, secret = self.gpus[locals_[0]].doorbell, wiring.secret
+        name, secret = self.gpus[locals_[0]].memory, wiring.secret
 
         def check(peers: Collection[int]) -> None:
             if wiring.engine.failed:

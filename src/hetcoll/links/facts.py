@@ -32,8 +32,8 @@ class Gpu:
     """What every rank knows of another one's GPU. `library` is its NCCL's or RCCL's version, 0 where there is none.
 
     `vendor` is empty on a rank without a GPU. `float8` is the kind of 8-bit floats that the GPU itself computes with:
-    OCP's, AMD's older one (fnuz), or none; `signals` whether its driver has streams that wait for values. `doorbell` is
-    where its rank can be reached, `no_direct` why RDMA devices do not reach its memory, or nothing, `kernels` whether
+    OCP's, AMD's older one (fnuz), or none; `signals` whether its driver has streams that wait for values. `memory` is
+    the name under which its rank shares memory, `no_direct` why RDMA devices do not reach its memory, or nothing, `kernels` whether
     it has the kernel of small messages, and `ports` the places of its rank's RDMA ports, the nearest to the GPU first:
     all known once the GPU is in use.
     """
@@ -42,7 +42,7 @@ class Gpu:
     bus: str
     arch: str
     name: str
-    doorbell: str
+    memory: str
     library: int
     float8: str
     signals: bool
@@ -65,9 +65,9 @@ class Gpu:
         return cls(device.vendor, device.bus_id, device.arch, device.name, "", version, kind, device.stream_memory_ops)
 
     @classmethod
-    def none(cls, doorbell: str) -> Gpu:
+    def none(cls, memory: str) -> Gpu:
         """That of a rank without one."""
-        return cls("", "", "", "", doorbell, 0, "", False, "it has no GPU")
+        return cls("", "", "", "", memory, 0, "", False, "it has no GPU")
 
 
 def visible(wish: DeviceChoice | None) -> tuple[list[Gpu], str]:
@@ -152,7 +152,7 @@ class Facts:
     def choose(
         self,
         mine: Device | None,
-        doorbell: str,
+        memory: str,
         no_direct: str,
         kernels: bool,
         ports: Sequence[int],
@@ -160,18 +160,16 @@ class Facts:
     ) -> Sequence[Gpu]:
         """Each rank's GPU, now that all have one in use; collective. `mine` is None on a rank without."""
         place = ("", "") if mine is None else (mine.vendor, mine.bus_id)
-        words = json.dumps([*place, doorbell, no_direct[:_MOST], kernels, *ports])
+        words = json.dumps([*place, memory, no_direct[:_MOST], kernels, *ports])
         told = [json.loads(blob) for blob in meet("gpus()", words.encode())]
         return [self._chosen(rank, *one) for rank, one in enumerate(told)]
 
-    def _chosen(
-        self, rank: int, vendor: str, bus: str, doorbell: str, no_direct: str, kernels: bool, *ports: int
-    ) -> Gpu:
+    def _chosen(self, rank: int, vendor: str, bus: str, memory: str, no_direct: str, kernels: bool, *ports: int) -> Gpu:
         if not vendor:
-            return Gpu.none(doorbell)
+            return Gpu.none(memory)
         for gpu in self.gpus[rank]:
             if (gpu.vendor, gpu.bus) == (vendor, bus):
-                return replace(gpu, doorbell=doorbell, no_direct=no_direct, kernels=kernels, ports=ports)
+                return replace(gpu, memory=memory, no_direct=no_direct, kernels=kernels, ports=ports)
         raise InitError(
             f"rank {rank} uses GPU {bus} of {vendor}, which it did not see when the communicator was made: wanted"
             f" HETCOLL_DEVICE={vendor}, or device={vendor!r}, there"
