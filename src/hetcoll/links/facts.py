@@ -33,9 +33,9 @@ class Gpu:
 
     `vendor` is empty on a rank without a GPU. `float8` is the kind of 8-bit floats that the GPU itself computes with:
     OCP's, AMD's older one (fnuz), or none; `signals` whether its driver has streams that wait for values. `memory` is
-    the name under which its rank shares memory, `no_direct` why RDMA devices do not reach its memory, or nothing, `kernels` whether
-    it has the kernel of small messages, and `ports` the places of its rank's RDMA ports, the nearest to the GPU first:
-    all known once the GPU is in use.
+    the name under which its rank shares memory, `no_direct` why RDMA devices do not reach the GPU's, or nothing,
+    `kernels` whether it has the kernel of small messages, and `ports` the places of its rank's RDMA ports, the nearest
+    to the GPU first: all known once the GPU is in use.
     """
 
     vendor: str
