@@ -263,6 +263,8 @@ class Ranks:
                     self._pipes[rank].send(None)
             self._raise(self._receive(alive, _CLOSING + 0.2 * self.size))
             for rank in alive:
+                self._pipes[rank].send(None)
+            for rank in alive:
                 self._processes[rank].join(PATIENCE * _CLOSING)
             codes = {rank: self._processes[rank].exitcode for rank in alive}
             if any(codes.values()) or None in codes.values():
@@ -426,6 +428,9 @@ def _main(
         function, args = request
         _answer(pipe, Outcome(rank), lambda f=function, a=args: f(job.comm if join else job, *a))
     _answer(pipe, Outcome(rank), lambda: _leave(job, before if tidy else None))
+    # No process ends before all have left: a successor would take the place of rank 0's store for those that have not.
+    with contextlib.suppress(EOFError):
+        pipe.recv()
 
 
 def _answer(pipe: Connection, outcome: Outcome, call: Callable[[], Any]) -> None:
