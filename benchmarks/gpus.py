@@ -243,7 +243,8 @@ def line(op: str, nbytes: int, row: Figures) -> str:
             continue
         ratio = "" if name == "hetcoll" else f" ratio {x['us'] / row['hetcoll']['us']:.2f}"
         rate = f"{nbytes / x['us'] / 1e3:.1f} GB/s" if nbytes >= M else ""
-        parts.append(f"{name}: {x['us']:.1f} us {rate} sync {x['sync']:.1f} cost {x['cost']:.1f}{ratio}{wrong}")
+        calls = "".join(f" {call} {x[call]:.1f}" for call in ("sync", "cost") if call in x)  # `nothing` has no cost
+        parts.append(f"{name}: {x['us']:.1f} us {rate}{calls}{ratio}{wrong}")
     return " | ".join(parts)
 
 

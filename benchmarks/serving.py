@@ -67,6 +67,8 @@ def _variables(way: str) -> Mapping[str, str]:
              "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}  # fmt: skip
     if way.startswith("nixl") and ">" not in way:
         found["UCX_TLS"] = "tcp,self" if tcp else "tcp,shm,cma,self"  # shared memory goes first
+        if Path("/dev/nvidiactl").exists():  # NIXL refuses what could not reach the GPUs of its machine
+            found["UCX_TLS"] += ",cuda_copy"
     if (
         way.startswith("nixl")
         and importlib.util.find_spec("nvidia")

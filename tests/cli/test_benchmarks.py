@@ -164,8 +164,9 @@ def test_table_of_gpus() -> None:
             1 << 20,
             {"hetcoll": product},
         ),
-        ("nothing", 0, {"hetcoll": {"us": 5.0, "sync": 12.0}}),
+        ("nothing", 0, {"hetcoll": {"us": 5.0, "sync": 12.0, "wrong": 0.0}}),
     ]
+    assert gpus.line(*found[-1]).split() == "nothing 0 B | hetcoll: 5.0 us sync 12.0".split()
     assert gpus.markdown(setting, found).splitlines() == [
         "### 2 GPUs, islands 0\\|1",
         "",

@@ -305,4 +305,4 @@ def test_explain_says_which_plan(gpus: str, first: tuple[str, ...]) -> None:
     assert others == [told] * (len(gpus) - 1)
     assert [text.startswith(begin) for text, begin in zip(told, first, strict=False)] == [True] * 3, told
     assert told[3].startswith("one call" if gpus == "aa" else "islands" if gpus == "nnaa" else "pairwise"), told
-    assert told[4].startswith("a message for each pair, in pieces of up to 1048576 bytes, the first of "), told
+    assert told[4].startswith("a message for each pair, in pieces of up to 2097152 bytes, the first of "), told

@@ -19,7 +19,7 @@ from ..plan.algorithms.base import Algorithm
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
 from ..plan.order import Alike, enqueue_order, levels
-from ..plan.pieces import GRAIN, SLOTS, Cut, Lengths, cut, piece_bytes
+from ..plan.pieces import GRAIN, SLOTS, Cut, Lengths, cut, message_pieces, piece_bytes
 from ..plan.pipeline import pipelined, ramp
 from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
@@ -221,7 +221,7 @@ class GpuPlans(Generic[S]):
 
     def _cuts(self, nbytes: int) -> tuple[int, ...]:
         """The units of a message at which its pieces begin and end."""
-        smallest, largest = piece_bytes(nbytes, self._slot_bytes)
+        smallest, largest = message_pieces(nbytes, self._slot_bytes)
         return ramp(max(1, -(-nbytes // smallest)), largest // smallest)
 
     def _entry(self, call: Call, islands: Islands) -> Algorithm:
@@ -262,8 +262,9 @@ class GpuPlans(Generic[S]):
         """For people: how a collective on float32, with sums, is done."""
         if collective is Collective.BARRIER:
             return "by the hosts"
+        pieces = piece_bytes
         if collective in (Collective.P2P, Collective.ALLTOALLV):
-            name, islands = "a message for each pair", self._islands.alone
+            name, islands, pieces = "a message for each pair", self._islands.alone, message_pieces
         else:
             islands, _ = self._serving(collective, DType.FLOAT32, ReduceOp.SUM)
             name = self._planner.on_gpus(collective, nbytes, islands).name
@@ -274,7 +275,7 @@ class GpuPlans(Generic[S]):
         if len(islands) < self._size:
             among = "" if name == "islands" else " among islands"
             name += f"{among} {spell_islands(islands)}, their libraries inside and messages between"
-        first, most = piece_bytes(nbytes, self._slot_bytes)
+        first, most = pieces(nbytes, self._slot_bytes)
         return f"{name}, in pieces of up to {most} bytes, the first of {first}"
 
     def _draw(self, base: list[Plan], alike: Alike, made: Cut) -> tuple[Plan, Order, Order]:

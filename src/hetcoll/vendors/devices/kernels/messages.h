@@ -6,7 +6,7 @@
 // words: 4 bytes of data and the chunk's number, which arrive together (oneshot.h). Of larger ones a block copies a
 // chunk and then says in a word that it is there. The two kinds have slots of their own, since data may look like
 // any word. A receiver says which chunks it has taken; a sender that is as many ahead as there are slots waits for
-// that. A message has fewer chunks a block than there are slots: an empty ring takes all of it, receiver or not.
+// that. A message has no more chunks a block than there are slots: an empty ring takes all of it, receiver or not.
 #pragma once
 
 #include "devices/kernels/arguments.h"
@@ -14,8 +14,8 @@
 
 namespace hetcoll {
 
-constexpr unsigned kMessageBlocks = 32;                 // at most, for one message
-constexpr unsigned kRingSlots = 8;                      // of a block, of either kind
+constexpr unsigned kMessageBlocks = 64;                 // at most, for one message: a chunk takes a block 5 us
+constexpr unsigned kRingSlots = 4;                      // of a block, of either kind
 constexpr unsigned kWordSlot = 4096, kPackSlot = 8192;  // bytes; words hold half as many
 constexpr unsigned kLineBytes = 64;                     // from one counter to the next
 constexpr unsigned kRingSweep = 1u << 16;               // a slot's words are all written once in so many times
