@@ -166,7 +166,7 @@ def test_table_of_gpus() -> None:
         ),
         ("nothing", 0, {"hetcoll": {"us": 5.0, "sync": 12.0, "wrong": 0.0}}),
     ]
-    assert gpus.line(*found[-1]).split() == "nothing 0 B | hetcoll: 5.0 us sync 12.0".split()
+    assert gpus.line(*found[-1]).split() == ["nothing", "0", "B", "|", "hetcoll:", "5.0", "us", "sync", "12.0"]
     assert gpus.markdown(setting, found).splitlines() == [
         "### 2 GPUs, islands 0\\|1",
         "",
