@@ -32,6 +32,7 @@ from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType, Format, ReduceOp
 from . import float8, path_probe
 from .far_proof import Exchange, FarProof
+from .planner import Choice, GpuPlanner, by_copies
 from .plans import GpuPlans, Made
 from .shared import GpuShare
 from .slots import CHANNELS
@@ -54,8 +55,10 @@ class CpuRank:
             raise
         self.two_kinds = float8.two_kinds(self._share.gpus)
         self._links = _Links(wiring, self._share, self._exchange)
+        self._choices = GpuPlanner(planner, self._share, islands, {})
+        binder = _HostBinder(wiring, self._links)
         self._plans = GpuPlans(
-            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links), planner
+            wiring.rank, wiring.size, islands, self._share.slot_bytes, binder, planner, self._choices
         )
         self._unfinished: list[path_probe.Bytes] = []
 
@@ -74,7 +77,7 @@ class CpuRank:
         data, got = path_probe.pattern(self._share.rank, nbytes), np.zeros(nbytes, np.uint8)
         status, deadline = done, time.monotonic() + seconds
         for at, n in path_probe.messages(self._share, nbytes):
-            shape = self._plans.messages(DType.UINT8, [(peer, n)], [(peer, n)], (), channel=channel, whole=True)
+            shape = self._plans.messages(DType.UINT8, [(peer, n)], [(peer, n)], by_copies, channel=channel, whole=True)
             left = max(0.001, deadline - time.monotonic())
             status = engine.run(shape, int(data.ctypes.data) + at, int(got.ctypes.data) + at, left)
             if status is not done:
@@ -92,19 +95,19 @@ class CpuRank:
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """As `runtime.host.HostPlans.shape`."""
 
-        def bind() -> _native.Shape:
-            shape = self._links.during(timeout, check, lambda: self._plans.compile(call))
+        def bind(choice: Choice) -> _native.Shape:
+            shape = self._links.during(timeout, check, lambda: self._plans.compile(call, choice))
             self._planner.note(shape.id, call.describe(), call.nbytes)
             return shape
 
-        return self._planner.bound("cpu rank", call.binding, bind)
+        return self._choices.bound(call, bind)
 
     def point(self, ends: SendRecv, timeout: float, check: Check) -> _native.Shape:
         """As `runtime.host.HostPlans.point`."""
         key = (ends.first.dtype, *ends.counts)
 
         def bind() -> _native.Shape:
-            shape = self._links.during(timeout, check, lambda: self._plans.messages(*key, ()))
+            shape = self._links.during(timeout, check, lambda: self._plans.messages(*key, self._choices.carrier))
             self._planner.note(shape.id, ends.describe(), ends.nbytes)
             return shape
 
@@ -146,9 +149,9 @@ class CpuRank:
             if gpu.vendor
         )
 
-    def explain(self, collective: Collective, nbytes: int) -> str:
-        """For people: the plan of a collective."""
-        return self._plans.explain(collective, nbytes)
+    def explain(self, collective: Collective, nbytes: int, form: Format) -> str:
+        """See `planner.GpuPlanner.explain`."""
+        return self._choices.explain(collective, nbytes, form)
 
     def close(self) -> None:
         """Give everything back. The engine must be closed."""

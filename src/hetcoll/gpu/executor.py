@@ -30,7 +30,7 @@ from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.executor import FastPath, Prepare, Seen
 from ..runtime.planner import Planner
-from ..types import FLOATS, OCP_OF, REDUCING, Collective, DType
+from ..types import OCP_OF, Collective, DType, Format
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
@@ -43,10 +43,11 @@ from .message_kernel import MessageKernel
 from .near import NearSlots
 from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
+from .planner import Choice, GpuPlanner, Mechanism, by_copies
 from .plans import DeviceBinder, GpuPlans
 from .proofs import GpuProofs
 from .proxy import Proxies
-from .pulls import Place, Pulls
+from .pulls import Pulls
 from .shared import GpuShare, Note
 from .vendor_comm import GpuIslands, Meet, unlike_float8
 from .watchdog import GpuWatch
@@ -121,20 +122,17 @@ class GpuExecutor:
             if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            named = self._islands.whole and planner.names_any
-            near = NearSlots(device, share, meet, undo) if named else None
+            choices = self._choices = GpuPlanner(planner, share, self._islands, windows)
+            near = NearSlots(device, share, meet, undo) if choices.near else None
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
             binder = DeviceBinder(self._queue, device, self._edges.of)
             self._windows = windows
-            self.pulls = Pulls(self._queue, self._edges, planner, self._islands, windows, wiring.rank)
-            if self.two_kinds:
-                self.pulls.why_not = "8-bit floats may have to be converted"
-            self._plans = GpuPlans(wiring.rank, wiring.size, self._islands, self._slot_bytes, binder, planner)
-            self._one_kernel = None
-            if self._edges.one_host and not self._islands.whole and all(gpu.vendor for gpu in share.gpus):
-                self._one_kernel = OneKernel(self._queue, device, share, self._state, wiring.rank, wiring.size)
+            place = (wiring.rank, wiring.size)
+            self.pulls = Pulls(self._queue, self._edges, windows, *place)
+            self._plans = GpuPlans(*place, self._islands, self._slot_bytes, binder, planner, choices)
+            self._one_kernel = OneKernel(self._queue, device, share, self._state, *place)
             self._deadlines = Deadlines(device, timeout)
             undo.callback(self._deadlines.close)
             self._watch = GpuWatch(
@@ -163,30 +161,25 @@ class GpuExecutor:
                 started=self._watch.started,
                 work=lambda current: GpuWork(self, None, "calls", current),
             )
-            mates = self._islands.mates(wiring.rank).intersection(wiring.locals)
             parts = (share, self._plans, planner, self._calls, self._deadlines)
             ways = (self._edges, self._proxies, self._watch)
             self._proofs = GpuProofs(wiring, device, share, *ways, self._enqueue_pattern, undo)
-            self.messages = GpuMessages(self, *parts, mates, self._float8)
+            self.messages = GpuMessages(self, *parts, choices, self._float8)
             undo.callback(self.messages.close)
             self._undo = undo.pop_all()
 
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all ranks of this host, all ranks together: see `path_probe`."""
-        edges, wiring = self._edges, self._wiring
-        if self._proofs.inside(meet, timeout):
-            self._one_kernel = None  # it wants the mapped memory of all
-        if reason := edges.why_not_captured(None):  # which holds for all that is between this host's GPUs alone
-            self.pulls.why_not = f"wanted GPUs of one host, {reason}"
+        choices, given_up = self._choices, self._proofs.inside(meet, timeout)
+        choices.settle(given_up=given_up, unmapped=self._edges.why_not_captured(None))
         self.look_at_windows()
-        mates = self._islands.mates(wiring.rank)
-        self._plans.kernel = MessageKernel(self._device, self._share, mates, edges.far, self._state + MESSAGES)
+        self._plans.kernel = MessageKernel(self._device, self._share, choices.small, self._state + MESSAGES)
 
     def _enqueue_pattern(self, out: bool, peer: int, channel: int, address: int, nbytes: int, stream: int) -> None:
         """See `path_probe.Bench`."""
         ends = [(peer, nbytes)]
         sends, recvs = (ends, []) if out else ([], ends)
-        plan = self._plans.messages(DType.UINT8, sends, recvs, (), channel=channel, whole=True)
+        plan = self._plans.messages(DType.UINT8, sends, recvs, by_copies, channel=channel, whole=True)
         bound = self.bound(plan, path_probe.LABEL, [], DType.UINT8)
         self._calls.run(bound, address if out else 0, 0 if out else address, stream, True)
 
@@ -223,9 +216,7 @@ class GpuExecutor:
 
     def _launch(self, call: Call, stream: int, async_op: bool, seconds: float, *, again: bool = True) -> GpuWork:
         """`again`: the fast path may run such a call when it comes again."""
-        in_place = call.collective is Collective.ALLTOALL and call.in_place
-        place, again = self.pulls.place(call), again and not in_place
-        bound = self._planner.bound("gpu", (*call.binding, in_place, place), lambda: self._bind(call, again, place))
+        bound = self._choices.bound(call, lambda choice: self._bind(call, again, choice))
         lost = self._residual(call, bound) if call.compress else 0
         source, target = (0 if buffer is None else buffer.ptr for buffer in (call.send, call.recv))
         with self._deadlines.call(call.describe, stream, async_op, seconds) as (on, apart):
@@ -240,31 +231,26 @@ class GpuExecutor:
         )
         return 0 if found is None else found.address
 
-    def _bind(self, call: Call, again: bool, place: Place | None) -> _native.GpuCall:
-        what = call.describe()
-        if place is not None:
-            what = f"{what} {place}"
-            return self.bound(self.pulls.bind(call, place), what, [self._share.entry(what)])
-        kernel = None if call.compress or self._rounds_late(call) else self._kernel_for(call.collective)
-        shape = (kernel and kernel.bind(call)) or self._plans.compile(call)
+    def _bind(self, call: Call, again: bool, choice: Choice) -> _native.GpuCall:
+        what, shape = call.describe(), self._shape(call, choice)
+        if choice.place is not None:
+            what = f"{what} {choice.place}"
         bound = self.bound(shape, what, [self._share.entry(what)])
-        if again and (key := call.key) is not None:
+        if again and choice.place is None and not choice.aside and (key := call.key) is not None:
             self._calls.remember(*key, bound)
         return bound
+
+    def _shape(self, call: Call, choice: Choice) -> Shape:
+        if choice.place is not None:
+            return self.pulls.bind(call, choice.place)
+        if choice.by is Mechanism.KERNEL:
+            return self._one_kernel.bind(call, choice.name)
+        return self._plans.compile(call, choice)
 
     def look_at_windows(self) -> None:
         """There are others than before: where the buffers of some calls are counts, at which the fast path does not
         look."""
-        self._calls.leave_out(sum(1 << each for each in Collective if self.pulls.watches(each)))
-
-    def _kernel_for(self, collective: Collective) -> OneKernel | None:
-        """What does short calls in one kernel, unless HETCOLL_ALGO asks for an algorithm."""
-        return self._one_kernel if self._planner.asked(collective) is None else None
-
-    def _rounds_late(self, call: Call) -> bool:
-        """Whether the kernels' sums, which they round once, would not have the bits of one addition after another."""
-        narrow = call.dtype in FLOATS and call.dtype.itemsize < 4
-        return narrow and self._planner.ordered and call.collective in REDUCING
+        self._calls.leave_out(sum(1 << each for each in self._choices.watched))
 
     def bound(
         self,
@@ -392,14 +378,9 @@ class GpuExecutor:
         """For people: how data goes from this rank's GPU to every other."""
         return tuple(filter(None, (*self._edges.describe_all(self._islands), unlike_float8(self._share.gpus))))
 
-    def explain(self, collective: Collective, nbytes: int) -> str:
-        """For people: the plan of a collective."""
-        kernel = self._kernel_for(collective)
-        name = None if kernel is None else kernel.choose(collective, nbytes)
-        if name is not None:
-            return f"{name}, one kernel a rank"
-        pulls = self.pulls.explain(collective)
-        return self._plans.explain(collective, nbytes) + (pulls and f"; {pulls}")
+    def explain(self, collective: Collective, nbytes: int, form: Format) -> str:
+        """See `planner.GpuPlanner.explain`."""
+        return self._choices.explain(collective, nbytes, form)
 
     def counters(self) -> dict[str, int]:
         """Of the RDMA links between this GPU and those of other hosts."""

@@ -17,7 +17,7 @@ from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.executor import Meet, Prepare, Seen
-from ..types import FNUZ_OF, OCP_OF, Collective
+from ..types import FNUZ_OF, OCP_OF, Collective, Format
 from . import streams
 
 if TYPE_CHECKING:
@@ -227,10 +227,10 @@ class Gpus:
         """See `runtime.executor.Gpus`. A rank without a GPU pins nothing."""
         return Held() if self.executor is None else self.executor.holds()
 
-    def explain(self, op: str, nbytes: int) -> str:
+    def explain(self, collective: Collective, nbytes: int, form: Format) -> str:
         """For people: how a collective on GPUs runs, once there were some."""
         path = self.executor or self.cpu_rank
-        return "" if path is None else path.explain(Collective[op.upper()], nbytes)
+        return "" if path is None else path.explain(collective, nbytes, form)
 
     def describe(self) -> tuple[str, ...]:
         """For people: how data goes to each GPU, once that is known."""

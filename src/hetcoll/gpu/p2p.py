@@ -23,6 +23,7 @@ from ..types import DType
 from ..vendors.devices.base import URGENT
 from . import float8
 from .deadlines import Deadlines
+from .planner import GpuPlanner
 from .plans import GpuPlans
 from .shared import GpuShare, Note
 from .work import Enqueued, GpuWork
@@ -55,8 +56,7 @@ class Executor(Enqueued, Protocol):
 
 
 class GpuMessages:
-    """Those of one communicator on this rank's GPU. `mates` are the ranks that the island's library reaches, this one
-    among them."""
+    """Those of one communicator on this rank's GPU, by what `choices` says of each."""
 
     def __init__(
         self,
@@ -66,12 +66,13 @@ class GpuMessages:
         planner: Planner,
         calls: _native.GpuCalls,
         deadlines: Deadlines,
-        mates: Collection[int],
+        choices: GpuPlanner,
         convert: float8.OnGpu | None,
     ) -> None:
         self._path, self._share, self._plans, self._planner, self._calls = path, share, plans, planner, calls
-        self._mates, self._convert, self._device, self._deadlines = mates, convert, path.device, deadlines
-        self._strangers = frozenset(mates) - {share.rank}
+        self._choices, self._convert, self._device, self._deadlines = choices, convert, path.device, deadlines
+        mates = choices.mates
+        self._strangers = mates - {share.rank}
         self.awaited: Collection[int] = ()
         """The ranks that the library connects with this one just now."""
         self._kernels: KernelTable | None = None  # once what the cache has was loaded
@@ -82,7 +83,7 @@ class GpuMessages:
         """Enqueue a message, or two at once."""
         send, dest, recv, source = ends
         handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
-        if async_op and (send is None or recv is None or self._by_kernel(ends)):
+        if async_op and (send is None or recv is None or self._choices.by_kernel(ends)):
             handle, async_op = self._lane(dest if send else -1, source if recv else -1, handle)
         conversion = None if self._convert is None else float8.Float8Conversion.of_message(ends, self._share.rank)
         if self._convert is None or conversion is None:
@@ -99,7 +100,7 @@ class GpuMessages:
         def bind() -> _native.GpuCall:
             self._load_ahead()
             notes = self._share.notes(ends)
-            plan = self._plans.messages(*key, self._mates)
+            plan = self._plans.messages(*key, self._choices.carrier)
             bound = self._path.bound(plan, ends.describe(), notes, ends.first.dtype)
             if again:
                 self._calls.remember(*ends.key, bound)
@@ -124,11 +125,6 @@ class GpuMessages:
     def loading(self) -> str | None:
         """Whose kernels are being loaded just now, perhaps behind messages."""
         return None if self._kernels is None else self._kernels.loading
-
-    def _by_kernel(self, ends: SendRecv) -> bool:
-        """Whether nothing but a kernel carries these."""
-        kernel, halves = self._plans.kernel, ((ends.send, ends.dest), (ends.recv, ends.source))
-        return kernel is not None and all(kernel.takes(peer, buffer.nbytes) for buffer, peer in halves if buffer)
 
     def _lane(self, dest: int, source: int, stream: int) -> tuple[int, bool]:
         """Where a message runs that no stream is to wait for: on a stream of its peer and direction, behind what is on
@@ -180,7 +176,7 @@ class GpuMessages:
         def bind() -> _native.GpuCall:
             self._load_ahead()
             out, into = ([(m.peer, m.buffer.nbytes) for m in half] for half in (sends, recvs))
-            plan = self._plans.messages(DType.UINT8, out, into, self._mates, apart=True)
+            plan = self._plans.messages(DType.UINT8, out, into, self._choices.carrier, apart=True)
             what = f"group of {', '.join(map(str, messages))}"
             notes = [note for m in messages for note in self._share.notes(m.alone)]
             return self._path.bound(plan, what, notes, DType.UINT8, [m.buffer.dtype for m in (*sends, *recvs)])
@@ -202,7 +198,7 @@ class GpuMessages:
                 f" {spell_ranks(fresh)} to this one; wanted a message between them before"
             )
         ends = [(peer, 1) for peer in sorted(fresh)]
-        plan = self._plans.messages(DType.UINT8, ends, ends, self._mates, apart=True)
+        plan = self._plans.messages(DType.UINT8, ends, ends, self._choices.carrier, apart=True)
         bound = self._path.bound(plan, "first message", [], DType.UINT8, [DType.UINT8] * 2 * len(ends))
         self.awaited = fresh
         try:

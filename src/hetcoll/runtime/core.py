@@ -311,8 +311,8 @@ class Core:
         """See `Communicator.explain`."""
         self.host.check_usable()
         self.log_news()
-        found = self.planner.explain(op, nbytes, compress, self.host.plans.paths)
-        return found._replace(paths=found.paths + self.gpus.describe(), gpus=self.gpus.explain(op, nbytes))
+        found = self.planner.explain(op, nbytes, compress, self.host.plans.paths, self.gpus.explain)
+        return found._replace(paths=found.paths + self.gpus.describe())
 
     def dump(self, most: int) -> str:
         """See `Communicator.dump`."""
