@@ -24,9 +24,8 @@ from ..calls import Call, descriptor
 from ..calls.buffers import Buffer
 from ..calls.messages import Message, SendRecv
 from ..config.limits import Held
-from ..errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, DeviceError, spell_ranks
-from ..health.all_know import AllKnow
-from ..health.diagnosis import Diagnosis, Kind
+from ..errors import ArgumentError, BufferTypeError
+from ..health.diagnosis import Diagnosis
 from ..links.wiring import Wiring
 from ..runtime.executor import FastPath, Prepare, Seen
 from ..runtime.planner import Planner
@@ -39,6 +38,7 @@ from .deadlines import Deadlines
 from .direct import why_not_direct
 from .edges import GpuEdges
 from .graphs import GpuGraphs
+from .lanes import Lanes
 from .message_kernel import MessageKernel
 from .near import NearSlots
 from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
@@ -49,6 +49,7 @@ from .proofs import GpuProofs
 from .proxy import Proxies
 from .pulls import Pulls
 from .shared import GpuShare, Note
+from .standing import GpuStanding
 from .vendor_comm import GpuIslands, Meet, unlike_float8
 from .watchdog import GpuWatch
 from .work import GpuWork
@@ -88,30 +89,18 @@ class GpuExecutor:
         self._compression, self._planner = planner.compression, planner
         self._replays: Replays | None = None
         self._engine = wiring.engine
-        self._all_know = AllKnow(diagnosis, wiring.rank)
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
-        self._scratch_bytes = 0
         with device.active(), contextlib.ExitStack() as undo:
             no_direct = why_not_direct(wiring, device)
             share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, seconds, planner.names_any)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
-            streams = [device.stream(URGENT) for _ in range(_native.DEVICE_LANES)]
-            for stream in streams:
-                undo.callback(device.destroy_stream, stream)
-            staging = device.allocate(_native.STAGED_MESSAGES * self._slot_bytes)
-            undo.callback(device.free, staging)
+            lanes = self._lanes = Lanes(device, self._slot_bytes, URGENT)
+            undo.callback(lanes.close)
             self._state = device.allocate(STATE_BYTES)
             undo.callback(device.free, self._state)
             clear(device, self._state, STATE_BYTES)
-            abort = self._segment.aborts[share.here]  # the rest of its cache line is this rank's, too
-            self._queue = _native.DeviceQueue(
-                vendor=device.vendor,
-                functions={**device.functions(), **signal_kernels(device, abort + 8, self._state + ZERO, abort)},
-                streams=streams,
-                staging=staging,
-                slot_bytes=self._slot_bytes,
-            )
+            self._queue = self._new_queue(lanes)
             self._islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, seconds, capturing)
             undo.callback(self._islands.close, timeout)
             island = self._islands.island
@@ -135,38 +124,42 @@ class GpuExecutor:
             self._one_kernel = OneKernel(self._queue, device, share, self._state, *place)
             self._deadlines = Deadlines(device, timeout)
             undo.callback(self._deadlines.close)
-            self._watch = GpuWatch(
-                lambda: self.idle,
-                share.awaited,
-                self._edges.progress,
-                self._islands.error,
-                self._deadlines,
-                self._still,
-                self._stuck,
-                self._broken,
-                self._give_up,
-                self._release,
-                self.look_at_replays,
-                timeout,
+            ways = (self._edges, self._proxies)
+            self._standing = GpuStanding(
+                self._engine, diagnosis, self._queue, share, self._islands, *ways, self._float8
             )
-            self._calls = _native.GpuCalls(
-                engine=self._engine,
-                queue=self._queue,
-                device_type=_DLPACK[self._kind],
-                device_id=device.index,
-                differs=share.differs,
-                refused=self._refused,
-                captured=self._captured,
-                broken=self._ended,
-                started=self._watch.started,
-                work=lambda current: GpuWork(self, None, "calls", current),
-            )
+            self._watch = GpuWatch(self._standing, self._deadlines, self.look_at_replays, timeout)
+            self._calls = self._new_calls()
             parts = (share, self._plans, planner, self._calls, self._deadlines)
-            ways = (self._edges, self._proxies, self._watch)
-            self._proofs = GpuProofs(wiring, device, share, *ways, self._enqueue_pattern, undo)
-            self.messages = GpuMessages(self, *parts, choices, self._float8)
+            self._proofs = GpuProofs(wiring, device, share, *ways, self._watch, self._enqueue_pattern, undo)
+            self.messages = self._standing.messages = GpuMessages(self, *parts, choices, self._float8)
             undo.callback(self.messages.close)
             self._undo = undo.pop_all()
+
+    def _new_queue(self, lanes: Lanes) -> _native.DeviceQueue:
+        abort = self._segment.aborts[self._share.here]  # the rest of its cache line is this rank's, too
+        signals = signal_kernels(self._device, abort + 8, self._state + ZERO, abort)
+        return _native.DeviceQueue(
+            vendor=self._device.vendor,
+            functions={**self._device.functions(), **signals},
+            streams=lanes.streams,
+            staging=lanes.staging,
+            slot_bytes=self._slot_bytes,
+        )
+
+    def _new_calls(self) -> _native.GpuCalls:
+        return _native.GpuCalls(
+            engine=self._engine,
+            queue=self._queue,
+            device_type=_DLPACK[self._kind],
+            device_id=self._device.index,
+            differs=self._share.differs,
+            refused=self._refused,
+            captured=self._captured,
+            broken=self._standing.ended,
+            started=self._watch.started,
+            work=lambda current: GpuWork(self, None, "calls", current),
+        )
 
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all ranks of this host, all ranks together: see `path_probe`."""
@@ -265,8 +258,8 @@ class GpuExecutor:
         common = descriptor(what if message is None else f"p2p {message.label}")
         kernel = shape if isinstance(shape, _native.KernelShape) else None
         program = shape if isinstance(shape, _native.DeviceShape) else None
-        if program is not None and program.scratch_bytes > self._scratch_bytes:
-            self._grow_scratch(program.scratch_bytes)
+        if program is not None and (scratch := self._lanes.scratch(program.scratch_bytes)) is not None:
+            self._calls.set_scratch(scratch)
         number = self._engine.new_shape()  # by which others ask for a call that is not the engine's to run
         self._planner.note(number, what, 0)  # of several messages, or parts of a collective
         return _native.GpuCall(
@@ -317,31 +310,6 @@ class GpuExecutor:
             self._calls.set_capture_scratch(scratch)
         self._watch.look_for_replays()
 
-    def _ended(self, problem: str) -> NoReturn:
-        """A driver or a library refused to go on in the middle of a call."""
-        if not self._engine.failed:
-            self._broken(problem)
-        raise self._diagnosis.error()
-
-    def _still(self) -> None:
-        with contextlib.suppress(CommunicationError):  # all ranks hear of it, and `fail` lets go here
-            self._share.check_needed({*self._watch.waits(), *self.messages.awaited})
-
-    def _stuck(self, problem: str) -> None:
-        """Something does not end: the verdict says where everyone stands."""
-        behind, where = self._share.standing(self._watch.waits())
-        text = f"rank {self._wiring.rank}: {problem}; {where}"
-        waits, text = self.messages.awaited, "; ".join(filter(None, (text, self._proxies.describe())))
-        if module := self.messages.loading:
-            text = f"{text}; its kernels of {module} are being loaded, which waits for messages before it"
-        if waits:
-            behind, text = min(waits), f"{text}; its first message waits for a call of {spell_ranks(waits)}"
-        self._diagnosis.post(Kind.TIMEOUT, behind, text)
-
-    def _broken(self, problem: str) -> None:
-        rank = self._wiring.rank
-        self._diagnosis.post(Kind.SYSTEM, rank, f"rank {rank}: {problem}")
-
     def fail(self) -> None:
         """The communicator has failed: once all ranks know, let every stream and kernel go that waits for a peer, until
         all are idle.
@@ -350,29 +318,14 @@ class GpuExecutor:
         """
         self._watch.fail()
 
-    def _give_up(self) -> None:
-        self._all_know.wait()
-        self._islands.abort()
-
-    def _release(self) -> None:
-        self._edges.fail("the communicator has failed")
-
     @property
     def idle(self) -> bool:
-        """Whether everything enqueued so far is done. A device that has failed ends the communicator, and is idle."""
-        if self._engine.forked:
-            raise ClosedError("this communicator belongs to the parent of this forked process")
-        try:
-            return self._queue.idle() and (self._float8 is None or self._float8.done)
-        except (_native.Fault, DeviceError) as error:
-            if not self._engine.failed:
-                self._broken(str(error))
-            return True
+        """See `GpuStanding.idle`."""
+        return self._standing.idle
 
     def check(self) -> None:
-        """Raise what the communicator failed with, if it did."""
-        if self._engine.failed:
-            raise self._diagnosis.error()
+        """See `GpuStanding.check`."""
+        self._standing.check()
 
     def paths(self) -> tuple[str, ...]:
         """For people: how data goes from this rank's GPU to every other."""
@@ -398,14 +351,6 @@ class GpuExecutor:
         if self._float8 is not None:
             self._float8.join(handle)
 
-    def _grow_scratch(self, nbytes: int) -> None:
-        """At least twice as much as before; the old one stays until `close`, since streams may still use it."""
-        nbytes = max(nbytes, 2 * self._scratch_bytes)
-        scratch = self._device.allocate(nbytes)
-        self._undo.callback(self._device.free, scratch)
-        self._calls.set_scratch(scratch)
-        self._scratch_bytes = nbytes
-
     def close(self, timeout: float = 5.0) -> None:
         """Give everything back, once the device is done or, after `timeout` seconds, made to be."""
         deadline = time.monotonic() + timeout
@@ -413,7 +358,7 @@ class GpuExecutor:
             while not self._watch.quiet():
                 if time.monotonic() > deadline:
                     if not self._engine.failed:
-                        self._broken(f"its GPU calls had been under way for {timeout:g} s when it closed")
+                        self._standing.broken(f"its GPU calls had been under way for {timeout:g} s when it closed")
                     self.fail()  # also of what the engine alone has failed with
                 time.sleep(0.001)
         self._windows.clear()  # there is nothing left to wait for where one is closed later
@@ -425,4 +370,4 @@ class GpuExecutor:
         self._undo.close()
         self._planner.forget()
         # They hold methods of this object, and no garbage collector looks into them.
-        del self._calls, self.messages
+        del self._calls, self.messages, self._standing.messages
