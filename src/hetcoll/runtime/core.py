@@ -141,12 +141,12 @@ class Core:
         )
         diagnosis.attach(self.engine, host.reporter)
         diagnosis.warn_after = config.warn_after
-        self.recorder = FlightRecorder(rank, size, self.engine, self.planner.described, diagnosis.ask)
+        self.recorder = FlightRecorder(rank, size, self.engine, self.planner.described, diagnosis.questions.ask)
         job_id, describe = session.control.unique_id.job_id, self.planner.described
         on = host_identity(config.host_id)
         self.activity = Activity(job_id, group, rank, size, on, self.engine, describe)
         undo.callback(self.activity.close)
-        diagnosis.answers |= self.recorder.answers() | self.activity.answers()
+        diagnosis.questions.answers |= self.recorder.answers() | self.activity.answers()
         if config.sigusr2:
             listen()
         self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))

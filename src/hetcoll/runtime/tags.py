@@ -162,7 +162,7 @@ class Mailbox:
         self._finder = Worker("hetcoll-tags-from-any")
         self._closed = False
         self._inspection = core.inspection if core.config.check else None
-        core.diagnosis.answers[_QUESTION] = self._sent_to
+        core.diagnosis.questions.answers[_QUESTION] = self._sent_to
 
     def __str__(self) -> str:
         return f"rank {self._core.rank}"
@@ -286,7 +286,7 @@ class Mailbox:
         pause = _PAUSES[0]
         while not parcel.done:
             deserted = self._core.diagnosis.deserted()  # then these are the last answers
-            for rank, sent in self._core.diagnosis.ask(_QUESTION, _ASKING).items():
+            for rank, sent in self._core.diagnosis.questions.ask(_QUESTION, _ASKING).items():
                 with self._mutex:
                     line = self._line(rank) if isinstance(sent, int) and sent else None
                     if line is None or sent <= max(line.read, line.awaited):
@@ -408,7 +408,7 @@ class Mailbox:
     def leave(self) -> None:
         sent = [self._sent_to(rank) for rank in range(self._core.size)]
         if any(sent) and not self._core.engine.failed:
-            self._core.diagnosis.leave_answers(_QUESTION, sent)
+            self._core.diagnosis.questions.leave_answers(_QUESTION, sent)
         self._closed = True
         for line in self._lines.values():
             if line.pair is not None:
