@@ -36,6 +36,7 @@ from .executor import Executor, FastPath, OpenGpus
 
 if TYPE_CHECKING:
     from .inspection import Inspection
+    from .parcels import Pair
     from .planner import Explanation
     from .ranges import Ranges
 
@@ -55,23 +56,6 @@ class Owner(Waiter, Protocol):
     def _stuck(self, status: _native.Status) -> None: ...
 
     def _make(self, name: bytes, members: list[int], timeout: float, *, check: bool) -> Pair: ...
-
-
-class Pair(Protocol):
-    """What tagged messages need of the communicator of two ranks on which they go."""
-
-    _engine: _native.Engine
-
-    @property
-    def rank(self) -> int: ...
-
-    def send(self, buf: Any, peer: int, *, async_op: bool) -> Work: ...
-
-    def recv(self, buf: Any, peer: int, *, async_op: bool) -> Work: ...
-
-    def memory(self) -> dict[str, int]: ...
-
-    def close(self) -> None: ...
 
 
 class Rider(Protocol):
