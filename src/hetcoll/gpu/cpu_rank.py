@@ -1,8 +1,8 @@
 """A rank without a GPU among ranks that have one: its processor fills and empties the slots that GPUs use.
 
-It runs the very plans that the GPUs run (`gpu_plans`), piece by piece, on its engine. What differs is what carries a
+It runs the very plans that the GPUs run (`plans`), piece by piece, on its engine. What differs is what carries a
 message. To a GPU of the same host it goes through the slots of `slots`; to one of another host through a socket, whose
-other end is a proxy (`proxies`); to another rank without a GPU as everything else does. Links to GPUs have channels of
+other end is a proxy (`proxy`); to another rank without a GPU as everything else does. Links to GPUs have channels of
 their own.
 """
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class CpuRank:
-    """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuExecutor`."""
+    """What one communicator keeps on a rank without a GPU. Made together with the others' `executor.GpuExecutor`."""
 
     def __init__(self, wiring: Wiring, diagnosis: Diagnosis, planner: Planner, timeout: float, *, meet: Meet) -> None:
         self._wiring, self._planner = wiring, planner
@@ -63,7 +63,7 @@ class CpuRank:
         self._unfinished: list[path_probe.Bytes] = []
 
     def prove(self, meet: Meet, prepare: Prepare, timeout: float) -> None:
-        """Try the ways to GPUs together with their ranks: as `gpu.GpuExecutor.prove`."""
+        """Try the ways to GPUs together with their ranks: as `executor.GpuExecutor.prove`."""
 
         def exchange(peer: int, nbytes: int, seconds: float) -> str:
             tried = functools.partial(self._exchange, peer, P2P_CHANNEL, nbytes, seconds)
@@ -218,7 +218,7 @@ class _Links:
                 self._attach(peer, channel - CHANNELS)
 
     def _shifted(self, peer: int, channel: int) -> int:
-        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`proxies`): links
+        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`proxy`): links
         that take the place of slots that did not work have others."""
         return channel + CHANNELS * (1 + self._share.given_up(peer))
 
@@ -268,7 +268,7 @@ class _HostBinder:
         self._numbers: dict[bytes, int] = {}  # of the engine's plans, by what they consist of
 
     def bind(self, made: Made) -> _native.Shape:
-        """See `gpu_plans.Binder`. Lanes run beside each other here, so the order of the steps is of no use."""
+        """See `plans.Binder`. Lanes run beside each other here, so the order of the steps is of no use."""
         call, dtype, tables = made.call, made.dtype, made.tables
         encoded = self._links.of(made.plan).encode(made.points)
         if encoded not in self._numbers:

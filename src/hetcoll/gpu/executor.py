@@ -3,7 +3,7 @@
 It comes to be at the first call with GPU buffers, which all ranks make together. Ranks tell each other what device they
 have; those that one vendor's library serves form islands (`topology`). Between the islands of one host messages pass
 through mapped slots (`slots`), by the copy engines of the GPUs, and between hosts through slots of their own or pinned
-ones, by RDMA or sockets (`proxies`); inside an island they are the vendor library's.
+ones, by RDMA or sockets (`proxy`); inside an island they are the vendor library's.
 
 A call is a plan like any other, cut into pieces that fit a slot (`pipeline`), in an order that no number of hardware
 queues can turn into a deadlock (`order`), and compiled once for its counts into a list of driver calls
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import hetcoll._native as _native
 
 from ..calls import Call, descriptor
-from ..calls.buffers import Buffer
+from ..calls.buffers import KIND_OF, Buffer
 from ..calls.messages import Message, SendRecv
 from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError
@@ -86,10 +86,9 @@ class GpuExecutor:
         windows: MutableMapping[int, Seen],
     ) -> None:
         self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
-        self._compression, self._planner = planner.compression, planner
+        self._compression, self._planner, self._windows = planner.compression, planner, windows
         self._replays: Replays | None = None
-        self._engine = wiring.engine
-        self._kind = "cuda" if device.vendor == "cuda" else "rocm"
+        self._engine, self._kind = wiring.engine, KIND_OF[device.vendor]
         with device.active(), contextlib.ExitStack() as undo:
             no_direct = why_not_direct(wiring, device)
             share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, seconds, planner.names_any)
@@ -101,33 +100,30 @@ class GpuExecutor:
             undo.callback(device.free, self._state)
             clear(device, self._state, STATE_BYTES)
             self._queue = self._new_queue(lanes)
-            self._islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, seconds, capturing)
-            undo.callback(self._islands.close, timeout)
-            island = self._islands.island
-            if island is not None:
+            islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, seconds, capturing)
+            undo.callback(islands.close, timeout)
+            self._islands = islands
+            if (island := islands.island) is not None:
                 self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
             self.two_kinds = float8.two_kinds(share.gpus)
             self._float8 = float8.OnGpu(device) if self.two_kinds else None
             if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            choices = self._choices = GpuPlanner(planner, share, self._islands, windows)
+            choices = self._choices = GpuPlanner(planner, share, islands, windows)
             near = NearSlots(device, share, meet, undo) if choices.near else None
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
             binder = DeviceBinder(self._queue, device, self._edges.of)
-            self._windows = windows
             place = (wiring.rank, wiring.size)
             self.pulls = Pulls(self._queue, self._edges, windows, *place)
-            self._plans = GpuPlans(*place, self._islands, self._slot_bytes, binder, planner, choices)
+            self._plans = GpuPlans(*place, islands, self._slot_bytes, binder, planner, choices)
             self._one_kernel = OneKernel(self._queue, device, share, self._state, *place)
             self._deadlines = Deadlines(device, timeout)
             undo.callback(self._deadlines.close)
             ways = (self._edges, self._proxies)
-            self._standing = GpuStanding(
-                self._engine, diagnosis, self._queue, share, self._islands, *ways, self._float8
-            )
+            self._standing = GpuStanding(wiring.engine, diagnosis, self._queue, share, islands, *ways, self._float8)
             self._watch = GpuWatch(self._standing, self._deadlines, self.look_at_replays, timeout)
             self._calls = self._new_calls()
             parts = (share, self._plans, planner, self._calls, self._deadlines)

@@ -1,4 +1,4 @@
-"""What runs plans on a GPU beside their buffers: streams, one a lane, and memory for what passes through."""
+"""What runs calls on a GPU beside their buffers: streams, and memory for what passes through."""
 
 from __future__ import annotations
 
@@ -39,3 +39,22 @@ class Lanes:
     def close(self) -> None:
         """Give everything back. Nothing may be under way, and no graph may be replayed any more."""
         self._undo.close()
+
+
+class SideStream:
+    """A stream for calls that no stream of the user's waits for, of this `priority`."""
+
+    def __init__(self, device: Device, priority: int = 0) -> None:
+        self._device = device
+        self._stream, self._begun = device.stream(priority), device.event()
+
+    def behind(self, stream: int) -> int:
+        """It, on which what comes from now on begins after what is on `stream` now."""
+        self._device.record(self._begun, stream)
+        self._device.wait(self._stream, self._begun)
+        return self._stream
+
+    def close(self) -> None:
+        """Give it back. Nothing may be under way."""
+        self._device.destroy_stream(self._stream)
+        self._device.destroy_event(self._begun)

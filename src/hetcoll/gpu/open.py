@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calls.buffers import Buffer
+from ..calls.buffers import VENDOR_OF, Buffer
 from ..config.env import Config
 from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, DeviceError
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .executor import GpuExecutor
     from .replays import Replays
     from .snapshot import GpuSnapshot
-
-_KINDS = {"rocm": "hip"}  # a device's name in DLPack's words: whose it is
 
 
 class Gpus:
@@ -57,7 +55,7 @@ class Gpus:
 
     def check_place(self, buffer: Buffer) -> None:
         """Whether a buffer is where this rank said that its buffers are."""
-        wish, mine = self._config.device, _KINDS.get(buffer.device, buffer.device)
+        wish, mine = self._config.device, VENDOR_OF.get(buffer.device, buffer.device)
         if wish is None or (wish.kind == mine and wish.index in (None, buffer.index)):
             return
         if mine == "cpu" and not self._wiring.topology.some_without_gpu:

@@ -23,6 +23,7 @@ from ..types import DType
 from ..vendors.devices.base import URGENT
 from . import float8
 from .deadlines import Deadlines
+from .lanes import SideStream
 from .planner import GpuPlanner
 from .plans import GpuPlans
 from .shared import GpuShare, Note
@@ -77,7 +78,7 @@ class GpuMessages:
         """The ranks that the library connects with this one just now."""
         self._kernels: KernelTable | None = None  # once what the cache has was loaded
         self._bytes = self._device.allocate(2 * len(mates)) if mates else 0
-        self._lanes: dict[tuple[int, int], tuple[int, int]] = {}  # see `_lane`
+        self._lanes: dict[tuple[int, int], SideStream] = {}  # see `_lane`
 
     def one(self, ends: SendRecv, stream: object, async_op: bool, seconds: float) -> GpuWork:
         """Enqueue a message, or two at once."""
@@ -132,13 +133,9 @@ class GpuMessages:
         graph, which has an order of its own."""
         if self._device.capturing(stream):
             return stream, True
-        found = self._lanes.get((dest, source))
-        if found is None:
-            found = self._lanes[dest, source] = (self._device.stream(URGENT), self._device.event())
-        lane, begun = found
-        self._device.record(begun, stream)
-        self._device.wait(lane, begun)
-        return lane, False
+        if (dest, source) not in self._lanes:
+            self._lanes[dest, source] = SideStream(self._device, URGENT)
+        return self._lanes[dest, source].behind(stream), False
 
     def together(self, messages: Sequence[Message], seconds: float) -> None:
         """Enqueue messages that are under way together. Where some are converted they go a send and a receive at a
@@ -209,8 +206,7 @@ class GpuMessages:
 
     def close(self) -> None:
         """Give everything back. Nothing may be under way."""
-        for stream, event in self._lanes.values():
-            self._device.destroy_stream(stream)
-            self._device.destroy_event(event)
+        for lane in self._lanes.values():
+            lane.close()
         if self._bytes:
             self._device.free(self._bytes)

@@ -334,9 +334,7 @@ class Mailbox:
             line.reader.close()
 
 
-def tagged(
-    core: Core, kind: int, buf: Any, peer: int, tag: int, async_op: bool, timeout: float | None, stream: object
-) -> Work:
+def tagged(core: Core, kind: int, buf: Any, peer: int, tag: int, async_op: bool, timeout: float | None) -> Work:
     """One half of a message with a tag, `kind` is SEND or RECV: see `Communicator.send` and `recv`."""
     if core.in_group():
         raise ArgumentError("group(): wanted messages without tags, got one with a tag: those wait for no others")
