@@ -368,11 +368,6 @@ NB_MODULE(_native, m) {
   m.def("know_arrays", [](nb::handle probe) { return HostBuffer::KnowArrays(probe.ptr()); });
   m.def("know_tensor_type", [](nb::type_object type) { return KnownTypes::Instance().AddTensorType(type.ptr()); });
   m.def("read_gpu_tensor", &ReadGpuTensor, "object"_a.none());
-  m.def("verbs_library", [] {
-    std::string why;
-    static_cast<void>(SystemVerbs(why));
-    return why;
-  });
   m.def("shm_bytes", [](int local_size, std::size_t ring_bytes, std::size_t most_heap) {
     return ShmLayout(local_size, ring_bytes, most_heap).total_bytes;
   });
