@@ -30,7 +30,7 @@ from hetcoll.cli.cases import REDUCING, Case, Library, bind, in_turn
 from hetcoll.cli.on_device import Stream, Talk
 from hetcoll.cli.sweeps import add_arguments
 from hetcoll.cli.timing import Schedule, agree_on_estimate, take_samples
-from hetcoll.gpu import message_kernel
+from hetcoll.gpu import planner
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.executor import GpuExecutor
 from hetcoll.types import DType, ReduceOp
@@ -235,7 +235,7 @@ class Products:
 class Rank:
     def __init__(self, library: str) -> None:
         if library == "by copies":
-            message_kernel._MOST = 0
+            planner.MOST_BY_KERNEL = 0
         self.stream = Stream.of(os.environ["HETCOLL_DEVICE"])
         self.comm, self._name = hetcoll.init(), library
         self._parser = argparse.ArgumentParser()

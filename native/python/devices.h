@@ -125,7 +125,6 @@ inline void BindDevices(nb::module_& m) {
       .def("describe", &Proxy::Describe)
       .def_prop_ro("moves", &Proxy::moves);
   nb::class_<DeviceShape>(m, "DeviceShape")
-      .def_prop_ro("all_local", [](const DeviceShape& s) { return s.program.all_local; })
       .def_prop_ro("p2p", [](const DeviceShape& s) { return s.p2p; })
       .def_prop_ro("edges",
                    [](const DeviceShape& s) {
@@ -133,12 +132,10 @@ inline void BindDevices(nb::module_& m) {
                    })
       .def_prop_ro("scratch_bytes", [](const DeviceShape& s) { return s.program.scratch_bytes; })
       .def_prop_ro("residuals", [](const DeviceShape& s) { return s.recipe ? s.recipe->plan.residuals : 0; })
-      .def_prop_ro("compressed",
-                   [](const DeviceShape& s) {
-                     if (!s.recipe) return std::tuple(std::size_t{0}, std::size_t{0});
-                     return std::tuple(s.recipe->plan.compressed_before, s.recipe->plan.compressed_after);
-                   })
-      .def_prop_ro("actions", [](const DeviceShape& s) { return s.program.actions.size(); });
+      .def_prop_ro("compressed", [](const DeviceShape& s) {
+        if (!s.recipe) return std::tuple(std::size_t{0}, std::size_t{0});
+        return std::tuple(s.recipe->plan.compressed_before, s.recipe->plan.compressed_after);
+      });
   m.attr("LEDGER_BYTES") = kLedgerBytes;
   m.attr("DEVICE_LANES") = kDeviceLanes;
   m.attr("STAGED_MESSAGES") = kStagedMessages;

@@ -165,36 +165,6 @@ nb::tuple Wire() {
   return nb::make_tuple(sizes, kReduceOps, kChannels, kMaxLanes, sizeof(PlanHeader), sizeof(StepRecord), kPlanMagic);
 }
 
-int TraversePersistent(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  const Persistent& op = *nb::inst_ptr<Persistent>(self);
-  Py_VISIT(op.slow().ptr());
-  Py_VISIT(op.work().ptr());
-  return 0;
-}
-
-void BindPersistent(nb::module_& m) {
-  static PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(TraversePersistent)}, {0, nullptr}};
-  nb::class_<Persistent>(m, "Persistent", nb::type_slots(slots))
-      .def(
-          "__init__",
-          [](Persistent* self, PyEngine& engine, int collective, int dtype, int op, int root, std::size_t send_count,
-             std::size_t recv_count, bool fast, std::uintptr_t send, std::uintptr_t recv, nb::callable slow) {
-            const CallKey key{static_cast<std::uint8_t>(collective),
-                              static_cast<DType>(dtype),
-                              static_cast<std::uint8_t>(op),
-                              root,
-                              send_count,
-                              recv_count};
-            new (self) Persistent(engine, key, fast, send, recv, std::move(slow));
-          },
-          nb::keep_alive<1, 2>())
-      .def("start", &Persistent::Start, "Begin the operation. ArgumentError where the last one was not waited for.")
-      .def("wait", &Persistent::Wait, "Block until what `start` has begun is complete, within the communicator's time.")
-      .def_prop_ro("done", &Persistent::done, "Whether what `start` has begun is over. Never blocks.");
-}
-
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -368,11 +338,6 @@ NB_MODULE(_native, m) {
   m.def("know_arrays", [](nb::handle probe) { return HostBuffer::KnowArrays(probe.ptr()); });
   m.def("know_tensor_type", [](nb::type_object type) { return KnownTypes::Instance().AddTensorType(type.ptr()); });
   m.def("read_gpu_tensor", &ReadGpuTensor, "object"_a.none());
-  m.def("verbs_library", [] {
-    std::string why;
-    static_cast<void>(SystemVerbs(why));
-    return why;
-  });
   m.def("shm_bytes", [](int local_size, std::size_t ring_bytes, std::size_t most_heap) {
     return ShmLayout(local_size, ring_bytes, most_heap).total_bytes;
   });

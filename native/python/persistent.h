@@ -67,4 +67,34 @@ class Persistent {
   bool active_ = false;
 };
 
+inline int TraversePersistent(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  const Persistent& op = *nb::inst_ptr<Persistent>(self);
+  Py_VISIT(op.slow().ptr());
+  Py_VISIT(op.work().ptr());
+  return 0;
+}
+
+inline void BindPersistent(nb::module_& m) {
+  static PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(TraversePersistent)}, {0, nullptr}};
+  nb::class_<Persistent>(m, "Persistent", nb::type_slots(slots))
+      .def(
+          "__init__",
+          [](Persistent* self, PyEngine& engine, int collective, int dtype, int op, int root, std::size_t send_count,
+             std::size_t recv_count, bool fast, std::uintptr_t send, std::uintptr_t recv, nb::callable slow) {
+            const CallKey key{static_cast<std::uint8_t>(collective),
+                              static_cast<DType>(dtype),
+                              static_cast<std::uint8_t>(op),
+                              root,
+                              send_count,
+                              recv_count};
+            new (self) Persistent(engine, key, fast, send, recv, std::move(slow));
+          },
+          nb::keep_alive<1, 2>())
+      .def("start", &Persistent::Start, "Begin the operation. ArgumentError where the last one was not waited for.")
+      .def("wait", &Persistent::Wait, "Block until what `start` has begun is complete, within the communicator's time.")
+      .def_prop_ro("done", &Persistent::done, "Whether what `start` has begun is over. Never blocks.");
+}
+
 }  // namespace hetcoll

@@ -8,6 +8,7 @@
 
 namespace hetcoll::testing {
 
+std::span<const Scenario> DyingScenarios();      // verbs_dying_test.cc
 std::span<const Scenario> RecoveryScenarios();   // verbs_recovery_test.cc
 std::span<const Scenario> CauseScenarios();      // verbs_causes_test.cc
 std::span<const Scenario> IntegrityScenarios();  // verbs_integrity_test.cc

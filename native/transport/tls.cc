@@ -1,6 +1,5 @@
 #include "transport/tls.h"
 
-#include <dlfcn.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -10,171 +9,20 @@
 #include <stdexcept>
 #include <utility>
 
+#include "transport/openssl.h"
+
 namespace hetcoll {
 namespace {
 
 constexpr std::size_t kGather = std::size_t{64} << 10;  // bytes that are encrypted for one call of the kernel
 constexpr std::size_t kAhead = std::size_t{64} << 10;
-constexpr unsigned char kIdentity[] = {'h', 'e', 't', 'c', 'o', 'l', 'l'};
 
 // What openssl/ssl.h and openssl/bio.h define, the same in 1.1.1 and 3.
-constexpr int kTls13 = 0x0304;
-constexpr unsigned char kAes128GcmSha256[] = {0x13, 0x01};
-constexpr int kCtrlMode = 33, kCtrlSessionCache = 44, kCtrlMinProtocol = 123;
-constexpr long kMode = 0x01 | 0x02 | 0x10;  // partial writes, from memory that moves, and no buffers while idle
 constexpr int kUpdateNotRequested = 0;
 constexpr int kErrorWantRead = 2, kErrorWantWrite = 3, kErrorZeroReturn = 6;
-constexpr int kBioFlags = 0x0f, kBioRetryRead = 0x09, kBioRetryWrite = 0x0a, kBioFlush = 11;
+constexpr int kBioFlags = 0x0f, kBioRetryRead = 0x09, kBioRetryWrite = 0x0a;
 
 }  // namespace
-
-// The library, and what all connections share.
-struct SslContext {
-  void* (*TLS_method)();
-  void* (*SSL_CTX_new)(void*);
-  long (*SSL_CTX_ctrl)(void*, int, long, void*);
-  int (*SSL_CTX_set_ciphersuites)(void*, const char*);
-  int (*SSL_CTX_set_num_tickets)(void*, std::size_t);
-  void (*SSL_CTX_set_psk_find_session_callback)(void*, int (*)(void*, const unsigned char*, std::size_t, void**));
-  void (*SSL_CTX_set_psk_use_session_callback)(void*, int (*)(void*, const void*, const unsigned char**, std::size_t*,
-                                                              void**));
-  SslState* (*SSL_new)(void*);
-  void (*SSL_free)(SslState*);
-  void (*SSL_set_bio)(SslState*, void*, void*);
-  void (*SSL_set_accept_state)(SslState*);
-  void (*SSL_set_connect_state)(SslState*);
-  int (*SSL_read)(SslState*, void*, int);
-  int (*SSL_pending)(const SslState*);
-  int (*SSL_write)(SslState*, const void*, int);
-  int (*SSL_get_error)(const SslState*, int);
-  int (*SSL_key_update)(SslState*, int);
-  int (*SSL_set_ex_data)(SslState*, int, void*);
-  void* (*SSL_get_ex_data)(const void*, int);
-  void* (*SSL_SESSION_new)();
-  int (*SSL_SESSION_set1_master_key)(void*, const unsigned char*, std::size_t);
-  int (*SSL_SESSION_set_cipher)(void*, const void*);
-  int (*SSL_SESSION_set_protocol_version)(void*, int);
-  const void* (*SSL_CIPHER_find)(void*, const unsigned char*);
-  void* (*BIO_meth_new)(int, const char*);
-  int (*BIO_meth_set_write)(void*, int (*)(void*, const char*, int));
-  int (*BIO_meth_set_read)(void*, int (*)(void*, char*, int));
-  int (*BIO_meth_set_ctrl)(void*, long (*)(void*, int, long, void*));
-  void* (*BIO_new)(const void*);
-  void (*BIO_set_data)(void*, void*);
-  void* (*BIO_get_data)(void*);
-  void (*BIO_set_init)(void*, int);
-  void (*BIO_set_flags)(void*, int);
-  void (*BIO_clear_flags)(void*, int);
-  void (*ERR_clear_error)();
-  const char* (*OpenSSL_version)(int);
-
-  void* context = nullptr;
-  void* method = nullptr;
-  std::string why;  // there is none
-
-  static const SslContext& Get() {
-    static const SslContext ssl;
-    if (!ssl.why.empty()) throw std::runtime_error(ssl.why);
-    return ssl;
-  }
-
-  // The key, in the form in which OpenSSL takes it.
-  void* Session(void* ssl) const {
-    const auto* tls = static_cast<const Tls*>(SSL_get_ex_data(ssl, 0));
-    void* session = SSL_SESSION_new();
-    SSL_SESSION_set1_master_key(session, reinterpret_cast<const unsigned char*>(tls->key_.data()), tls->key_.size());
-    SSL_SESSION_set_cipher(session, SSL_CIPHER_find(ssl, kAes128GcmSha256));
-    SSL_SESSION_set_protocol_version(session, kTls13);
-    return session;
-  }
-
- private:
-  SslContext() {
-    void* library = nullptr;
-    for (const char* name : {"libssl.so.3", "libssl.so.1.1", "libssl.so.4"}) {
-      if ((library = dlopen(name, RTLD_NOW | RTLD_LOCAL)) != nullptr) break;
-    }
-    if (library == nullptr) {
-      why = "wanted OpenSSL 1.1.1 or newer, whose libssl.so.3 or libssl.so.1.1 cannot be opened";
-      return;
-    }
-    const auto resolve = [&](auto& function, const char* name) {
-      void* symbol = dlsym(library, name);
-      if (symbol == nullptr && why.empty()) why = std::string("wanted OpenSSL 1.1.1 or newer: this one has no ") + name;
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
-    };
-#define RESOLVE(name) resolve(name, #name)
-    RESOLVE(TLS_method);
-    RESOLVE(SSL_CTX_new);
-    RESOLVE(SSL_CTX_ctrl);
-    RESOLVE(SSL_CTX_set_ciphersuites);
-    RESOLVE(SSL_CTX_set_num_tickets);
-    RESOLVE(SSL_CTX_set_psk_find_session_callback);
-    RESOLVE(SSL_CTX_set_psk_use_session_callback);
-    RESOLVE(SSL_new);
-    RESOLVE(SSL_free);
-    RESOLVE(SSL_set_bio);
-    RESOLVE(SSL_set_accept_state);
-    RESOLVE(SSL_set_connect_state);
-    RESOLVE(SSL_read);
-    RESOLVE(SSL_pending);
-    RESOLVE(SSL_write);
-    RESOLVE(SSL_get_error);
-    RESOLVE(SSL_key_update);
-    RESOLVE(SSL_set_ex_data);
-    RESOLVE(SSL_get_ex_data);
-    RESOLVE(SSL_SESSION_new);
-    RESOLVE(SSL_SESSION_set1_master_key);
-    RESOLVE(SSL_SESSION_set_cipher);
-    RESOLVE(SSL_SESSION_set_protocol_version);
-    RESOLVE(SSL_CIPHER_find);
-    RESOLVE(BIO_meth_new);
-    RESOLVE(BIO_meth_set_write);
-    RESOLVE(BIO_meth_set_read);
-    RESOLVE(BIO_meth_set_ctrl);
-    RESOLVE(BIO_new);
-    RESOLVE(BIO_set_data);
-    RESOLVE(BIO_get_data);
-    RESOLVE(BIO_set_init);
-    RESOLVE(BIO_set_flags);
-    RESOLVE(BIO_clear_flags);
-    RESOLVE(ERR_clear_error);
-    RESOLVE(OpenSSL_version);
-#undef RESOLVE
-    if (why.empty()) Prepare();
-  }
-
-  void Prepare() {
-    context = SSL_CTX_new(TLS_method());
-    method = BIO_meth_new(0, "hetcoll");
-    const bool made = context != nullptr && method != nullptr &&
-                      SSL_CTX_ctrl(context, kCtrlMinProtocol, kTls13, nullptr) == 1 &&
-                      SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256") == 1;
-    if (!made) {
-      why = "this OpenSSL has no TLS 1.3 with AES-128-GCM";
-      return;
-    }
-    SSL_CTX_ctrl(context, kCtrlMode, kMode, nullptr);
-    SSL_CTX_ctrl(context, kCtrlSessionCache, 0, nullptr);
-    SSL_CTX_set_num_tickets(context, 0);
-    SSL_CTX_set_psk_find_session_callback(
-        context, [](void* ssl, const unsigned char* identity, std::size_t n, void** session) {
-          const bool ours = n == sizeof kIdentity && std::memcmp(identity, kIdentity, n) == 0;
-          *session = ours ? Get().Session(ssl) : nullptr;
-          return 1;
-        });
-    SSL_CTX_set_psk_use_session_callback(
-        context, [](void* ssl, const void*, const unsigned char** identity, std::size_t* n, void** session) {
-          *identity = kIdentity;
-          *n = sizeof kIdentity;
-          *session = Get().Session(ssl);
-          return 1;
-        });
-    BIO_meth_set_read(method, Tls::ReadBio);
-    BIO_meth_set_write(method, Tls::WriteBio);
-    BIO_meth_set_ctrl(method, [](void*, int what, long, void*) { return long{what == kBioFlush}; });
-  }
-};
 
 namespace {
 

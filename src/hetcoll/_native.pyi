@@ -39,8 +39,6 @@ class DeviceShape:
     """A plan compiled for the streams of a GPU."""
 
     @property
-    def all_local(self) -> bool: ...
-    @property
     def p2p(self) -> bool: ...
     @property
     def edges(self) -> list[int]: ...
@@ -50,8 +48,6 @@ class DeviceShape:
     def residuals(self) -> int: ...
     @property
     def compressed(self) -> tuple[int, int]: ...
-    @property
-    def actions(self) -> int: ...
 
 LEDGER_BYTES: int
 DEVICE_LANES: int  # streams of a DeviceQueue
@@ -532,9 +528,6 @@ def piece_rows(
     here: Any, there: Any, length: Any, here_count: int, there_count: int, itemsize: int
 ) -> tuple[Any, int] | None:
     """What `runtime.offsets.pieces` says, of ints and NumPy's arrays of int64; None where that is an error, too."""
-
-def verbs_library() -> str:
-    """Nothing, or why libibverbs cannot be used."""
 
 def shm_bytes(local_size: int, ring_bytes: int, most_heap: int) -> int: ...
 def cut_offset(count: int, units: int, unit: int) -> int: ...

@@ -280,7 +280,7 @@ class Communicator:
         """
         if recvbuf is None:
             options = {"sendcounts": sendcounts, "recvcounts": recvcounts, "stream": stream, "timeout": timeout}
-            return results.exchanged(self._core, self.alltoall, sendbuf, async_op, **options)
+            return results.exchanged(self.alltoall, sendbuf, async_op, **options)
         call = calls.alltoall(*self._at, sendbuf, recvbuf, sendcounts, recvcounts)
         return self._core.launch(call, async_op, timeout, stream)
 

@@ -267,16 +267,16 @@ def test_who_waits_for_any_does_not_hide_that_a_rank_has_left(launch: Callable[.
 def _ask_who_left(comm: hetcoll.Communicator) -> None:
     """Rank 0 has left an answer to one question; no other question takes it for its own."""
     diagnosis = comm._core.diagnosis
-    diagnosis.answers["fruit"] = lambda asker: f"here, {asker}"
+    diagnosis.questions.answers["fruit"] = lambda asker: f"here, {asker}"
     comm.barrier()
     if comm.rank == 0:
-        diagnosis.leave_answers("fruit", ["", "apple", "pear"])
+        diagnosis.questions.leave_answers("fruit", ["", "apple", "pear"])
         comm.close()
         return
     mine = ["", "apple", "pear"][comm.rank]
-    wait_until(lambda: diagnosis.ask("fruit", 5.0)[0] == mine)
-    assert diagnosis.ask("fruit", 5.0) == {0: mine, 1: f"here, {comm.rank}", 2: f"here, {comm.rank}"}
-    assert diagnosis.ask("flight recorder", 5.0)[0] is None
+    wait_until(lambda: diagnosis.questions.ask("fruit", 5.0)[0] == mine)
+    assert diagnosis.questions.ask("fruit", 5.0) == {0: mine, 1: f"here, {comm.rank}", 2: f"here, {comm.rank}"}
+    assert diagnosis.questions.ask("flight recorder", 5.0)[0] is None
     comm.send(np.zeros(1), 3 - comm.rank, async_op=True)  # neither leaves before the other has asked
     comm.recv(np.zeros(1), 3 - comm.rank)
 

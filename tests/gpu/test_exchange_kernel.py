@@ -71,8 +71,9 @@ class RankOfRings:
     def __getattr__(self, name: str) -> Callable[..., hetcoll.Work]:
         def call(*args: Any, async_op: bool) -> hetcoll.Work:
             made: calls.Call = getattr(calls, name)(self.rank, self.size, *args)
-            bound: Any = self._kernel.bind(made)
-            assert bound is not None, f"{made.describe()} is no kernel"
+            chosen = one_kernel.choose(made.collective, made.nbytes, self.size)
+            assert chosen is not None, f"{made.describe()} is no kernel"
+            bound: Any = self._kernel.bind(made, chosen)
             buffers = struct.pack("QQ", *(0 if buffer is None else buffer.ptr for buffer in (made.recv, made.send)))
             self._pause()
             arguments = buffers + bound["arguments"][len(buffers) :]

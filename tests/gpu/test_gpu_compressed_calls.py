@@ -167,7 +167,7 @@ def test_what_cannot_be_compressed_is_an_error(mixed: Any) -> None:
 
 
 def by_default(comm: hetcoll.Communicator) -> int:
-    """A communicator's setting holds for large sums, and for no others."""
+    """A communicator's setting holds for large sums, and for no others. `explain` tells of the calls that there are."""
     device = device_of_rank(comm.rank)
     with device.active():
         at = device.allocate(1 << 20)
@@ -180,6 +180,10 @@ def by_default(comm: hetcoll.Communicator) -> int:
         comm.allreduce(Buffer(at, 1 << 18, DType.INT32, comm, kind, device.index), stream=0).wait(60)
         found = comm.counters().get("compressed_before", 0)
         device.free(at)
+    assert comm.explain("allreduce", 100).gpus.startswith("oneshot, one kernel a rank")
+    told = comm.explain("allreduce", 1 << 18).gpus
+    assert told.startswith("islands, in pieces"), told
+    assert "(the one that compresses; not by one kernel: none compresses; " in told
     return found
 
 

@@ -65,7 +65,7 @@ def look_when_called(comm: hetcoll.Communicator) -> list[bool]:
     started = GpuWatch.started
 
     def look(watch: GpuWatch) -> None:
-        seen.append(watch._idle())
+        seen.append(watch._calls.idle)
         started(watch)
 
     with unittest.mock.patch.object(GpuWatch, "started", look):

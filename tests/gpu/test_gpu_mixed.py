@@ -287,22 +287,38 @@ def plans(comm: hetcoll.Communicator) -> list[str]:
     comm.allreduce(DeviceArray.of(device_of_rank(comm.rank), np.ones(9, np.float32)).buffer()).wait(60)
     told = [comm.explain("allreduce", nbytes) for nbytes in (8, 1 << 20, 64 << 20)]
     assert all(f"on GPUs: {each.gpus}" in str(each) for each in told)
-    return [*(each.gpus for each in told), *(comm.explain(op, 8 << 20).gpus for op in ("alltoall", "p2p"))]
+    rest = [comm.explain(op, nbytes) for op, nbytes in (("alltoall", 8 << 20), ("p2p", 8 << 20), ("p2p", 8))]
+    return [each.gpus for each in (*told, *rest)]
 
 
-@parametrize(
-    ("gpus", "first"),
-    [
-        ("na", ("oneshot, one kernel a rank", "exchange, one kernel a rank", "oneshot, in pieces of up to 4194304 b")),
-        ("nnaa", ("oneshot, one kernel", "exchange, one kernel a rank", "islands 0,1|2,3, their libraries inside")),
-        ("aa", ("one call of ", "one call of ", "one call of ")),
-    ],
-    first=2,
-)
-def test_explain_says_which_plan(gpus: str, first: tuple[str, ...]) -> None:
+ALONE, PIECES = "not by a library: none serves two ranks", "in pieces of up to 1048576 bytes, the first of 262144"
+
+
+@parametrize(("gpus", "wanted"), [
+    ("na", [
+        ("oneshot, one kernel a rank (before oneshot, in pieces", ALONE),
+        ("exchange, one kernel a rank (before oneshot, in pieces", ALONE),
+        ("oneshot, in pieces of up to 4194304 bytes", "(before doubling ("),
+        ("pairwise, in pieces", f"(the only one; not by one kernel: copies are faster; {ALONE})"),
+        ("a message for each pair, in pieces", "(not by one kernel: it takes 1 to 2097152 bytes)"),
+        ("a message for each pair, by one kernel", ""),
+    ]),
+    ("nnaa", [
+        ("oneshot, one kernel a rank (before islands 0,1|2,3, their libraries inside", PIECES),
+        ("exchange, one kernel a rank (before islands 0,1|2,3", ""),
+        ("islands 0,1|2,3, their libraries inside", "(before doubling ("),
+        ("islands 0,1|2,3, their libraries inside", "(the only one; not by one kernel: copies are faster)"),
+        ("a message for each pair, by NCCL", " to rank 1, in pieces of up to 2097152 bytes"),
+        ("a message for each pair, by NCCL", " to rank 1, by one kernel to ranks 2-3"),
+    ]),
+    ("aa", [
+        *[("one call of RCCL", " (the only one; not by one kernel: RCCL")] * 3, ("one call of RCCL", "serves all"),
+        *[("a message for each pair, by RCCL", "")] * 2,
+    ]),
+], first=2)  # fmt: skip
+def test_explain_says_which_plan_and_why(gpus: str, wanted: list[tuple[str, str]]) -> None:
     with start_gpus(gpus) as ranks:
         told, *others = ranks.run(plans, timeout=100)
-    assert others == [told] * (len(gpus) - 1)
-    assert [text.startswith(begin) for text, begin in zip(told, first, strict=False)] == [True] * 3, told
-    assert told[3].startswith("one call" if gpus == "aa" else "islands" if gpus == "nnaa" else "pairwise"), told
-    assert told[4].startswith("a message for each pair, in pieces of up to 2097152 bytes, the first of "), told
+    assert gpus == "nnaa" or others == [told] * (len(gpus) - 1)  # there ranks are each other's mates
+    for text, (begin, part) in zip(told, wanted, strict=True):
+        assert (text.startswith(begin), part in text) == (True, True), (text, begin, part)

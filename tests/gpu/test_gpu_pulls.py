@@ -151,7 +151,7 @@ def driver_calls(comm: hetcoll.Communicator, log: str) -> list[tuple[int, int]]:
         found = [take(call) for call in calls * 2]
         told = [comm.explain(op, 1 << 20).gpus for op in ("allgather", "alltoall", "broadcast", "scatter")]
         assert all("lies in window 0, at one offset on all ranks, is pulled out of there" in each for each in told[:3])
-        assert "out of no window, as allgather:direct, " in told[3]
+        assert "out of no window: only allgather:direct, " in told[3]
     assert comm.explain("allgather", 1 << 20).gpus.endswith("out of no window: none is open that all GPUs see")
     assert found[: len(calls)] == found[len(calls) :]
     assert size == 2

@@ -89,7 +89,7 @@ def receive_late(comm: hetcoll.Communicator) -> list[str]:
     told = Told()
     logging.getLogger("hetcoll").addHandler(told)
     if comm.rank == 0:
-        wait_until(lambda: comm._diagnosis._asked > 0, 60)  # when the other has asked it is past its warning
+        wait_until(lambda: comm._diagnosis.questions.asked > 0, 60)  # when the other has asked it is past its warning
         comm.send(f32(2), 1)
     else:
         comm.recv(f32(2), 0)

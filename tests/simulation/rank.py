@@ -181,7 +181,7 @@ class Rank:
         """Be a rank of a group, with what a communicator has of it."""
         self.history.places[group][rank] = self.name
         diagnosis = Diagnosis(self.session, group, rank, size)
-        diagnosis.answers["who"] = lambda asker: f"{self.name} asked by {asker}"
+        diagnosis.questions.answers["who"] = lambda asker: f"{self.name} asked by {asker}"
         self.session.join(group, rank, size, self._handler(diagnosis), PATIENCE / 2)
         found = self.session.control.exchange(group, b"where", process().host.address.encode(), PATIENCE / 2)
         hosts = {rank: self.links.network.host(where.decode()) for rank, where in enumerate(found)}
@@ -260,7 +260,7 @@ class Rank:
 
     def _query(self, _: Step, tag: bytes) -> None:
         try:
-            answers = self.diagnosis.ask("who", 2.0)
+            answers = self.diagnosis.questions.ask("who", 2.0)
         except InitError:  # the store is late
             if self.job.kind in ("calm", "reset"):
                 raise

@@ -37,6 +37,9 @@ _DLPACK = {  # (DLDataTypeCode, bits), dlpack.h 1.1
     (13, 8): DType.FLOAT8_E5M2FNUZ,
 }  # fmt: skip
 _FIRST_USER_TYPE = 256  # numpy: NPY_USERDEF; below, the buffer protocol knows them
+VENDOR_OF = {"cuda": "cuda", "rocm": "hip"}
+"""By DLPack's name of a kind of GPU: whose they are (`vendors.devices`)."""
+KIND_OF = {vendor: kind for kind, vendor in VENDOR_OF.items()}
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 10: "rocm", 11: "cpu"}  # DLDeviceType; 3 and 11 are pinned host memory
 _CUDA_MANAGED = 13
 _NO_WAITING = -1  # what `__dlpack__` takes for `stream`, array API standard
@@ -293,14 +296,13 @@ def place_of(address: int, count: int, name: str) -> tuple[str, int]:
     from ..vendors.devices.owner import owner
 
     vendor, found = owner(address)
-    kind = "cuda" if vendor == "cuda" else "rocm"
     if found.kind == "managed":
         raise BufferTypeError(f"{name}: {_foreign(_CUDA_MANAGED)}")
     if found.kind == "host":
         return "cpu", 0
     if found.kind == "unknown" and count > 0:
         raise BufferTypeError(f"{name}: no GPU's driver knows the memory at {address:#x}")
-    return kind, max(0, found.device)
+    return KIND_OF[vendor], max(0, found.device)
 
 
 def _is_contiguous(shape: list[int], strides: list[int]) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..calls.buffers import Buffer, element_type
+from ..calls.buffers import KIND_OF, Buffer, element_type
 from ..errors import ArgumentError, DeviceError
 from ..types import DType
 
@@ -67,7 +67,7 @@ class DeviceArray:
         self.device = device
         self.dtype: np.dtype[Any] = element_type(dtype)
         self._element = DType[self.dtype.name.upper()]
-        self._kind = "cuda" if device.vendor == "cuda" else "rocm"
+        self._kind = KIND_OF[device.vendor]
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize

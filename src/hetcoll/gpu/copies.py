@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
-from ..calls.buffers import Buffer
+from ..calls.buffers import KIND_OF, Buffer
 from ..errors import ArgumentError, BufferTypeError, DeviceError, InitError
 from ..runtime.executor import Shared
 from ..vendors.devices.base import URGENT
@@ -95,7 +95,7 @@ class Copies:
 
     def check(self, buffer: Buffer, name: str) -> None:
         """BufferTypeError for memory that is another GPU's."""
-        kind = "cuda" if self._device.vendor == "cuda" else "rocm"
+        kind = KIND_OF[self._device.vendor]
         if (buffer.device, buffer.index) != (kind, self._device.index):
             wanted = f"memory of {kind}:{self._device.index}, the GPU of this rank"
             raise BufferTypeError(f"{name}: wanted {wanted}, or the host's, got some of {buffer.place}")

@@ -1,8 +1,8 @@
 """A rank without a GPU among ranks that have one: its processor fills and empties the slots that GPUs use.
 
-It runs the very plans that the GPUs run (`gpu_plans`), piece by piece, on its engine. What differs is what carries a
+It runs the very plans that the GPUs run (`plans`), piece by piece, on its engine. What differs is what carries a
 message. To a GPU of the same host it goes through the slots of `slots`; to one of another host through a socket, whose
-other end is a proxy (`proxies`); to another rank without a GPU as everything else does. Links to GPUs have channels of
+other end is a proxy (`proxy`); to another rank without a GPU as everything else does. Links to GPUs have channels of
 their own.
 """
 
@@ -32,6 +32,7 @@ from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType, Format, ReduceOp
 from . import float8, path_probe
 from .far_proof import Exchange, FarProof
+from .planner import Choice, GpuPlanner, by_copies
 from .plans import GpuPlans, Made
 from .shared import GpuShare
 from .slots import CHANNELS
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 
 class CpuRank:
-    """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuExecutor`."""
+    """What one communicator keeps on a rank without a GPU. Made together with the others' `executor.GpuExecutor`."""
 
     def __init__(self, wiring: Wiring, diagnosis: Diagnosis, planner: Planner, timeout: float, *, meet: Meet) -> None:
         self._wiring, self._planner = wiring, planner
@@ -54,13 +55,15 @@ class CpuRank:
             raise
         self.two_kinds = float8.two_kinds(self._share.gpus)
         self._links = _Links(wiring, self._share, self._exchange)
+        self._choices = GpuPlanner(planner, self._share, islands, {})
+        binder = _HostBinder(wiring, self._links)
         self._plans = GpuPlans(
-            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links), planner
+            wiring.rank, wiring.size, islands, self._share.slot_bytes, binder, planner, self._choices
         )
         self._unfinished: list[path_probe.Bytes] = []
 
     def prove(self, meet: Meet, prepare: Prepare, timeout: float) -> None:
-        """Try the ways to GPUs together with their ranks: as `gpu.GpuExecutor.prove`."""
+        """Try the ways to GPUs together with their ranks: as `executor.GpuExecutor.prove`."""
 
         def exchange(peer: int, nbytes: int, seconds: float) -> str:
             tried = functools.partial(self._exchange, peer, P2P_CHANNEL, nbytes, seconds)
@@ -74,7 +77,7 @@ class CpuRank:
         data, got = path_probe.pattern(self._share.rank, nbytes), np.zeros(nbytes, np.uint8)
         status, deadline = done, time.monotonic() + seconds
         for at, n in path_probe.messages(self._share, nbytes):
-            shape = self._plans.messages(DType.UINT8, [(peer, n)], [(peer, n)], (), channel=channel, whole=True)
+            shape = self._plans.messages(DType.UINT8, [(peer, n)], [(peer, n)], by_copies, channel=channel, whole=True)
             left = max(0.001, deadline - time.monotonic())
             status = engine.run(shape, int(data.ctypes.data) + at, int(got.ctypes.data) + at, left)
             if status is not done:
@@ -92,19 +95,19 @@ class CpuRank:
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """As `runtime.host.HostPlans.shape`."""
 
-        def bind() -> _native.Shape:
-            shape = self._links.during(timeout, check, lambda: self._plans.compile(call))
+        def bind(choice: Choice) -> _native.Shape:
+            shape = self._links.during(timeout, check, lambda: self._plans.compile(call, choice))
             self._planner.note(shape.id, call.describe(), call.nbytes)
             return shape
 
-        return self._planner.bound("cpu rank", call.binding, bind)
+        return self._choices.bound(call, bind)
 
     def point(self, ends: SendRecv, timeout: float, check: Check) -> _native.Shape:
         """As `runtime.host.HostPlans.point`."""
         key = (ends.first.dtype, *ends.counts)
 
         def bind() -> _native.Shape:
-            shape = self._links.during(timeout, check, lambda: self._plans.messages(*key, ()))
+            shape = self._links.during(timeout, check, lambda: self._plans.messages(*key, self._choices.carrier))
             self._planner.note(shape.id, ends.describe(), ends.nbytes)
             return shape
 
@@ -146,9 +149,9 @@ class CpuRank:
             if gpu.vendor
         )
 
-    def explain(self, collective: Collective, nbytes: int) -> str:
-        """For people: the plan of a collective."""
-        return self._plans.explain(collective, nbytes)
+    def explain(self, collective: Collective, nbytes: int, form: Format) -> str:
+        """See `planner.GpuPlanner.explain`."""
+        return self._choices.explain(collective, nbytes, form)
 
     def close(self) -> None:
         """Give everything back. The engine must be closed."""
@@ -215,7 +218,7 @@ class _Links:
                 self._attach(peer, channel - CHANNELS)
 
     def _shifted(self, peer: int, channel: int) -> int:
-        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`proxies`): links
+        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`proxy`): links
         that take the place of slots that did not work have others."""
         return channel + CHANNELS * (1 + self._share.given_up(peer))
 
@@ -265,7 +268,7 @@ class _HostBinder:
         self._numbers: dict[bytes, int] = {}  # of the engine's plans, by what they consist of
 
     def bind(self, made: Made) -> _native.Shape:
-        """See `gpu_plans.Binder`. Lanes run beside each other here, so the order of the steps is of no use."""
+        """See `plans.Binder`. Lanes run beside each other here, so the order of the steps is of no use."""
         call, dtype, tables = made.call, made.dtype, made.tables
         encoded = self._links.of(made.plan).encode(made.points)
         if encoded not in self._numbers:

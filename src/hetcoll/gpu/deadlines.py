@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import DeviceError
 from ..vendors.devices.base import URGENT
+from .lanes import SideStream
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
@@ -37,7 +38,7 @@ class Deadlines:
         self._lock = threading.Lock()  # of what follows
         self._calls: deque[_Call] = deque()
         self._unused: list[int] = []  # events
-        self._lane: tuple[int, int] | None = None  # see `_behind`
+        self._side: SideStream | None = None  # of asynchronous calls
 
     def call(
         self, describe: Callable[[], str], stream: int, async_op: bool, seconds: float
@@ -52,7 +53,8 @@ class Deadlines:
     @contextlib.contextmanager
     def _timed(self, call: _Call, stream: int, async_op: bool) -> Iterator[tuple[int, bool]]:
         if async_op:
-            stream = self._behind(stream)
+            self._side = self._side or SideStream(self._device, URGENT)
+            stream = self._side.behind(stream)
         with self._lock:
             while self._calls and self._done(self._calls[0]):  # the watch looks at the others
                 self._drop(self._calls[0])
@@ -73,15 +75,6 @@ class Deadlines:
             return self._device.capturing(stream)
         except DeviceError:
             return True  # it is no stream of the device, or its capture is broken: the call itself will say so
-
-    def _behind(self, stream: int) -> int:
-        """The stream of asynchronous calls, behind what is on `stream` now."""
-        if self._lane is None:
-            self._lane = self._device.stream(URGENT), self._device.event()
-        lane, begun = self._lane
-        self._device.record(begun, stream)
-        self._device.wait(lane, begun)
-        return lane
 
     @property
     def longest(self) -> float:
@@ -114,6 +107,5 @@ class Deadlines:
             self._drop(self._calls[0])
         while self._unused:
             self._device.destroy_event(self._unused.pop())
-        if self._lane is not None:
-            self._device.destroy_stream(self._lane[0])
-            self._device.destroy_event(self._lane[1])
+        if self._side is not None:
+            self._side.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, cast
 
-from ..calls.buffers import Buffer
+from ..calls.buffers import VENDOR_OF, Buffer
 from ..errors import BufferTypeError
 from ..vendors import devices
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def device_of(buffer: Buffer) -> Device:
     """The GPU that holds a buffer."""
-    module = {"cuda": "cuda", "rocm": "hip"}.get(buffer.device)
+    module = VENDOR_OF.get(buffer.device)
     if module is None:
         raise BufferTypeError(f"memory on {buffer.device} is not supported")
     driver = importlib.import_module(f".{module}", devices.__name__)

@@ -51,7 +51,6 @@ class GpuEdges:
         self._numbers: dict[tuple[int, int, int], int] = {}
         self._peers: dict[int, int] = {}  # by number
         self._captured: set[int] = set()  # numbers
-        self.one_host = not any(map(self.far, range(wiring.size)))
 
     def of(self, plan: Plan) -> list[int]:
         """The queue's numbers of the edges that the plan's steps use, 0 where a step needs none."""

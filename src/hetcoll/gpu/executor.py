@@ -3,7 +3,7 @@
 It comes to be at the first call with GPU buffers, which all ranks make together. Ranks tell each other what device they
 have; those that one vendor's library serves form islands (`topology`). Between the islands of one host messages pass
 through mapped slots (`slots`), by the copy engines of the GPUs, and between hosts through slots of their own or pinned
-ones, by RDMA or sockets (`proxies`); inside an island they are the vendor library's.
+ones, by RDMA or sockets (`proxy`); inside an island they are the vendor library's.
 
 A call is a plan like any other, cut into pieces that fit a slot (`pipeline`), in an order that no number of hardware
 queues can turn into a deadlock (`order`), and compiled once for its counts into a list of driver calls
@@ -21,16 +21,15 @@ from typing import TYPE_CHECKING, NoReturn
 import hetcoll._native as _native
 
 from ..calls import Call, descriptor
-from ..calls.buffers import Buffer
+from ..calls.buffers import KIND_OF, Buffer
 from ..calls.messages import Message, SendRecv
 from ..config.limits import Held
-from ..errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, DeviceError, spell_ranks
-from ..health.all_know import AllKnow
-from ..health.diagnosis import Diagnosis, Kind
+from ..errors import ArgumentError, BufferTypeError
+from ..health.diagnosis import Diagnosis
 from ..links.wiring import Wiring
 from ..runtime.executor import FastPath, Prepare, Seen
 from ..runtime.planner import Planner
-from ..types import FLOATS, OCP_OF, REDUCING, Collective, DType
+from ..types import OCP_OF, Collective, DType, Format
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
@@ -39,15 +38,18 @@ from .deadlines import Deadlines
 from .direct import why_not_direct
 from .edges import GpuEdges
 from .graphs import GpuGraphs
+from .lanes import Lanes
 from .message_kernel import MessageKernel
 from .near import NearSlots
 from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
+from .planner import Choice, GpuPlanner, Mechanism, by_copies
 from .plans import DeviceBinder, GpuPlans
 from .proofs import GpuProofs
 from .proxy import Proxies
-from .pulls import Place, Pulls
+from .pulls import Pulls
 from .shared import GpuShare, Note
+from .standing import GpuStanding
 from .vendor_comm import GpuIslands, Meet, unlike_float8
 from .watchdog import GpuWatch
 from .work import GpuWork
@@ -84,109 +86,89 @@ class GpuExecutor:
         windows: MutableMapping[int, Seen],
     ) -> None:
         self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
-        self._compression, self._planner = planner.compression, planner
+        self._compression, self._planner, self._windows = planner.compression, planner, windows
         self._replays: Replays | None = None
-        self._engine = wiring.engine
-        self._all_know = AllKnow(diagnosis, wiring.rank)
-        self._kind = "cuda" if device.vendor == "cuda" else "rocm"
-        self._scratch_bytes = 0
+        self._engine, self._kind = wiring.engine, KIND_OF[device.vendor]
         with device.active(), contextlib.ExitStack() as undo:
             no_direct = why_not_direct(wiring, device)
             share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, seconds, planner.names_any)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
-            streams = [device.stream(URGENT) for _ in range(_native.DEVICE_LANES)]
-            for stream in streams:
-                undo.callback(device.destroy_stream, stream)
-            staging = device.allocate(_native.STAGED_MESSAGES * self._slot_bytes)
-            undo.callback(device.free, staging)
+            lanes = self._lanes = Lanes(device, self._slot_bytes, URGENT)
+            undo.callback(lanes.close)
             self._state = device.allocate(STATE_BYTES)
             undo.callback(device.free, self._state)
             clear(device, self._state, STATE_BYTES)
-            abort = self._segment.aborts[share.here]  # the rest of its cache line is this rank's, too
-            self._queue = _native.DeviceQueue(
-                vendor=device.vendor,
-                functions={**device.functions(), **signal_kernels(device, abort + 8, self._state + ZERO, abort)},
-                streams=streams,
-                staging=staging,
-                slot_bytes=self._slot_bytes,
-            )
-            self._islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, seconds, capturing)
-            undo.callback(self._islands.close, timeout)
-            island = self._islands.island
-            if island is not None:
+            self._queue = self._new_queue(lanes)
+            islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, seconds, capturing)
+            undo.callback(islands.close, timeout)
+            self._islands = islands
+            if (island := islands.island) is not None:
                 self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
             self.two_kinds = float8.two_kinds(share.gpus)
             self._float8 = float8.OnGpu(device) if self.two_kinds else None
             if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            named = self._islands.whole and planner.names_any
-            near = NearSlots(device, share, meet, undo) if named else None
+            choices = self._choices = GpuPlanner(planner, share, islands, windows)
+            near = NearSlots(device, share, meet, undo) if choices.near else None
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
             binder = DeviceBinder(self._queue, device, self._edges.of)
-            self._windows = windows
-            self.pulls = Pulls(self._queue, self._edges, planner, self._islands, windows, wiring.rank)
-            if self.two_kinds:
-                self.pulls.why_not = "8-bit floats may have to be converted"
-            self._plans = GpuPlans(wiring.rank, wiring.size, self._islands, self._slot_bytes, binder, planner)
-            self._one_kernel = None
-            if self._edges.one_host and not self._islands.whole and all(gpu.vendor for gpu in share.gpus):
-                self._one_kernel = OneKernel(self._queue, device, share, self._state, wiring.rank, wiring.size)
+            place = (wiring.rank, wiring.size)
+            self.pulls = Pulls(self._queue, self._edges, windows, *place)
+            self._plans = GpuPlans(*place, islands, self._slot_bytes, binder, planner, choices)
+            self._one_kernel = OneKernel(self._queue, device, share, self._state, *place)
             self._deadlines = Deadlines(device, timeout)
             undo.callback(self._deadlines.close)
-            self._watch = GpuWatch(
-                lambda: self.idle,
-                share.awaited,
-                self._edges.progress,
-                self._islands.error,
-                self._deadlines,
-                self._still,
-                self._stuck,
-                self._broken,
-                self._give_up,
-                self._release,
-                self.look_at_replays,
-                timeout,
-            )
-            self._calls = _native.GpuCalls(
-                engine=self._engine,
-                queue=self._queue,
-                device_type=_DLPACK[self._kind],
-                device_id=device.index,
-                differs=share.differs,
-                refused=self._refused,
-                captured=self._captured,
-                broken=self._ended,
-                started=self._watch.started,
-                work=lambda current: GpuWork(self, None, "calls", current),
-            )
-            mates = self._islands.mates(wiring.rank).intersection(wiring.locals)
+            ways = (self._edges, self._proxies)
+            self._standing = GpuStanding(wiring.engine, diagnosis, self._queue, share, islands, *ways, self._float8)
+            self._watch = GpuWatch(self._standing, self._deadlines, self.look_at_replays, timeout)
+            self._calls = self._new_calls()
             parts = (share, self._plans, planner, self._calls, self._deadlines)
-            ways = (self._edges, self._proxies, self._watch)
-            self._proofs = GpuProofs(wiring, device, share, *ways, self._enqueue_pattern, undo)
-            self.messages = GpuMessages(self, *parts, mates, self._float8)
+            self._proofs = GpuProofs(wiring, device, share, *ways, self._watch, self._enqueue_pattern, undo)
+            self.messages = self._standing.messages = GpuMessages(self, *parts, choices, self._float8)
             undo.callback(self.messages.close)
             self._undo = undo.pop_all()
 
+    def _new_queue(self, lanes: Lanes) -> _native.DeviceQueue:
+        abort = self._segment.aborts[self._share.here]  # the rest of its cache line is this rank's, too
+        signals = signal_kernels(self._device, abort + 8, self._state + ZERO, abort)
+        return _native.DeviceQueue(
+            vendor=self._device.vendor,
+            functions={**self._device.functions(), **signals},
+            streams=lanes.streams,
+            staging=lanes.staging,
+            slot_bytes=self._slot_bytes,
+        )
+
+    def _new_calls(self) -> _native.GpuCalls:
+        return _native.GpuCalls(
+            engine=self._engine,
+            queue=self._queue,
+            device_type=_DLPACK[self._kind],
+            device_id=self._device.index,
+            differs=self._share.differs,
+            refused=self._refused,
+            captured=self._captured,
+            broken=self._standing.ended,
+            started=self._watch.started,
+            work=lambda current: GpuWork(self, None, "calls", current),
+        )
+
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all ranks of this host, all ranks together: see `path_probe`."""
-        edges, wiring = self._edges, self._wiring
-        if self._proofs.inside(meet, timeout):
-            self._one_kernel = None  # it wants the mapped memory of all
-        if reason := edges.why_not_captured(None):  # which holds for all that is between this host's GPUs alone
-            self.pulls.why_not = f"wanted GPUs of one host, {reason}"
+        choices, given_up = self._choices, self._proofs.inside(meet, timeout)
+        choices.settle(given_up=given_up, unmapped=self._edges.why_not_captured(None))
         self.look_at_windows()
-        mates = self._islands.mates(wiring.rank)
-        self._plans.kernel = MessageKernel(self._device, self._share, mates, edges.far, self._state + MESSAGES)
+        self._plans.kernel = MessageKernel(self._device, self._share, choices.small, self._state + MESSAGES)
 
     def _enqueue_pattern(self, out: bool, peer: int, channel: int, address: int, nbytes: int, stream: int) -> None:
         """See `path_probe.Bench`."""
         ends = [(peer, nbytes)]
         sends, recvs = (ends, []) if out else ([], ends)
-        plan = self._plans.messages(DType.UINT8, sends, recvs, (), channel=channel, whole=True)
+        plan = self._plans.messages(DType.UINT8, sends, recvs, by_copies, channel=channel, whole=True)
         bound = self.bound(plan, path_probe.LABEL, [], DType.UINT8)
         self._calls.run(bound, address if out else 0, 0 if out else address, stream, True)
 
@@ -223,9 +205,7 @@ class GpuExecutor:
 
     def _launch(self, call: Call, stream: int, async_op: bool, seconds: float, *, again: bool = True) -> GpuWork:
         """`again`: the fast path may run such a call when it comes again."""
-        in_place = call.collective is Collective.ALLTOALL and call.in_place
-        place, again = self.pulls.place(call), again and not in_place
-        bound = self._planner.bound("gpu", (*call.binding, in_place, place), lambda: self._bind(call, again, place))
+        bound = self._choices.bound(call, lambda choice: self._bind(call, again, choice))
         lost = self._residual(call, bound) if call.compress else 0
         source, target = (0 if buffer is None else buffer.ptr for buffer in (call.send, call.recv))
         with self._deadlines.call(call.describe, stream, async_op, seconds) as (on, apart):
@@ -240,31 +220,26 @@ class GpuExecutor:
         )
         return 0 if found is None else found.address
 
-    def _bind(self, call: Call, again: bool, place: Place | None) -> _native.GpuCall:
-        what = call.describe()
-        if place is not None:
-            what = f"{what} {place}"
-            return self.bound(self.pulls.bind(call, place), what, [self._share.entry(what)])
-        kernel = None if call.compress or self._rounds_late(call) else self._kernel_for(call.collective)
-        shape = (kernel and kernel.bind(call)) or self._plans.compile(call)
+    def _bind(self, call: Call, again: bool, choice: Choice) -> _native.GpuCall:
+        what, shape = call.describe(), self._shape(call, choice)
+        if choice.place is not None:
+            what = f"{what} {choice.place}"
         bound = self.bound(shape, what, [self._share.entry(what)])
-        if again and (key := call.key) is not None:
+        if again and choice.place is None and not choice.aside and (key := call.key) is not None:
             self._calls.remember(*key, bound)
         return bound
+
+    def _shape(self, call: Call, choice: Choice) -> Shape:
+        if choice.place is not None:
+            return self.pulls.bind(call, choice.place)
+        if choice.by is Mechanism.KERNEL:
+            return self._one_kernel.bind(call, choice.name)
+        return self._plans.compile(call, choice)
 
     def look_at_windows(self) -> None:
         """There are others than before: where the buffers of some calls are counts, at which the fast path does not
         look."""
-        self._calls.leave_out(sum(1 << each for each in Collective if self.pulls.watches(each)))
-
-    def _kernel_for(self, collective: Collective) -> OneKernel | None:
-        """What does short calls in one kernel, unless HETCOLL_ALGO asks for an algorithm."""
-        return self._one_kernel if self._planner.asked(collective) is None else None
-
-    def _rounds_late(self, call: Call) -> bool:
-        """Whether the kernels' sums, which they round once, would not have the bits of one addition after another."""
-        narrow = call.dtype in FLOATS and call.dtype.itemsize < 4
-        return narrow and self._planner.ordered and call.collective in REDUCING
+        self._calls.leave_out(sum(1 << each for each in self._choices.watched))
 
     def bound(
         self,
@@ -279,8 +254,8 @@ class GpuExecutor:
         common = descriptor(what if message is None else f"p2p {message.label}")
         kernel = shape if isinstance(shape, _native.KernelShape) else None
         program = shape if isinstance(shape, _native.DeviceShape) else None
-        if program is not None and program.scratch_bytes > self._scratch_bytes:
-            self._grow_scratch(program.scratch_bytes)
+        if program is not None and (scratch := self._lanes.scratch(program.scratch_bytes)) is not None:
+            self._calls.set_scratch(scratch)
         number = self._engine.new_shape()  # by which others ask for a call that is not the engine's to run
         self._planner.note(number, what, 0)  # of several messages, or parts of a collective
         return _native.GpuCall(
@@ -331,31 +306,6 @@ class GpuExecutor:
             self._calls.set_capture_scratch(scratch)
         self._watch.look_for_replays()
 
-    def _ended(self, problem: str) -> NoReturn:
-        """A driver or a library refused to go on in the middle of a call."""
-        if not self._engine.failed:
-            self._broken(problem)
-        raise self._diagnosis.error()
-
-    def _still(self) -> None:
-        with contextlib.suppress(CommunicationError):  # all ranks hear of it, and `fail` lets go here
-            self._share.check_needed({*self._watch.waits(), *self.messages.awaited})
-
-    def _stuck(self, problem: str) -> None:
-        """Something does not end: the verdict says where everyone stands."""
-        behind, where = self._share.standing(self._watch.waits())
-        text = f"rank {self._wiring.rank}: {problem}; {where}"
-        waits, text = self.messages.awaited, "; ".join(filter(None, (text, self._proxies.describe())))
-        if module := self.messages.loading:
-            text = f"{text}; its kernels of {module} are being loaded, which waits for messages before it"
-        if waits:
-            behind, text = min(waits), f"{text}; its first message waits for a call of {spell_ranks(waits)}"
-        self._diagnosis.post(Kind.TIMEOUT, behind, text)
-
-    def _broken(self, problem: str) -> None:
-        rank = self._wiring.rank
-        self._diagnosis.post(Kind.SYSTEM, rank, f"rank {rank}: {problem}")
-
     def fail(self) -> None:
         """The communicator has failed: once all ranks know, let every stream and kernel go that waits for a peer, until
         all are idle.
@@ -364,42 +314,22 @@ class GpuExecutor:
         """
         self._watch.fail()
 
-    def _give_up(self) -> None:
-        self._all_know.wait()
-        self._islands.abort()
-
-    def _release(self) -> None:
-        self._edges.fail("the communicator has failed")
-
     @property
     def idle(self) -> bool:
-        """Whether everything enqueued so far is done. A device that has failed ends the communicator, and is idle."""
-        if self._engine.forked:
-            raise ClosedError("this communicator belongs to the parent of this forked process")
-        try:
-            return self._queue.idle() and (self._float8 is None or self._float8.done)
-        except (_native.Fault, DeviceError) as error:
-            if not self._engine.failed:
-                self._broken(str(error))
-            return True
+        """See `GpuStanding.idle`."""
+        return self._standing.idle
 
     def check(self) -> None:
-        """Raise what the communicator failed with, if it did."""
-        if self._engine.failed:
-            raise self._diagnosis.error()
+        """See `GpuStanding.check`."""
+        self._standing.check()
 
     def paths(self) -> tuple[str, ...]:
         """For people: how data goes from this rank's GPU to every other."""
         return tuple(filter(None, (*self._edges.describe_all(self._islands), unlike_float8(self._share.gpus))))
 
-    def explain(self, collective: Collective, nbytes: int) -> str:
-        """For people: the plan of a collective."""
-        kernel = self._kernel_for(collective)
-        name = None if kernel is None else kernel.choose(collective, nbytes)
-        if name is not None:
-            return f"{name}, one kernel a rank"
-        pulls = self.pulls.explain(collective)
-        return self._plans.explain(collective, nbytes) + (pulls and f"; {pulls}")
+    def explain(self, collective: Collective, nbytes: int, form: Format) -> str:
+        """See `planner.GpuPlanner.explain`."""
+        return self._choices.explain(collective, nbytes, form)
 
     def counters(self) -> dict[str, int]:
         """Of the RDMA links between this GPU and those of other hosts."""
@@ -417,14 +347,6 @@ class GpuExecutor:
         if self._float8 is not None:
             self._float8.join(handle)
 
-    def _grow_scratch(self, nbytes: int) -> None:
-        """At least twice as much as before; the old one stays until `close`, since streams may still use it."""
-        nbytes = max(nbytes, 2 * self._scratch_bytes)
-        scratch = self._device.allocate(nbytes)
-        self._undo.callback(self._device.free, scratch)
-        self._calls.set_scratch(scratch)
-        self._scratch_bytes = nbytes
-
     def close(self, timeout: float = 5.0) -> None:
         """Give everything back, once the device is done or, after `timeout` seconds, made to be."""
         deadline = time.monotonic() + timeout
@@ -432,7 +354,7 @@ class GpuExecutor:
             while not self._watch.quiet():
                 if time.monotonic() > deadline:
                     if not self._engine.failed:
-                        self._broken(f"its GPU calls had been under way for {timeout:g} s when it closed")
+                        self._standing.broken(f"its GPU calls had been under way for {timeout:g} s when it closed")
                     self.fail()  # also of what the engine alone has failed with
                 time.sleep(0.001)
         self._windows.clear()  # there is nothing left to wait for where one is closed later
@@ -444,4 +366,4 @@ class GpuExecutor:
         self._undo.close()
         self._planner.forget()
         # They hold methods of this object, and no garbage collector looks into them.
-        del self._calls, self.messages
+        del self._calls, self.messages, self._standing.messages

@@ -27,6 +27,7 @@ from ..calls.messages import SendRecv
 from ..errors import ArgumentError
 from ..types import FNUZ_OF, OCP_OF, SAME, Collective, DType
 from ..vendors.devices.kernels.source import convert_name
+from .lanes import SideStream
 
 if TYPE_CHECKING:
     from ..links.facts import Gpu
@@ -119,8 +120,7 @@ class OnGpu:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._begun, self._ended = device.event(), device.event()
-        self._stream = device.stream()  # of asynchronous calls: no stream of the user's waits for those
+        self._ended, self._side = device.event(), SideStream(device)
         self._memory: list[int] = []
         self._nbytes = 0
 
@@ -136,9 +136,7 @@ class OnGpu:
             self._nbytes = max(conversion.nbytes, 2 * self._nbytes, _GRAIN)
             self._memory.append(device.allocate(self._nbytes))  # streams may still use the old one
         if async_op:
-            device.record(self._begun, stream)
-            stream = self._stream
-            device.wait(stream, self._begun)
+            stream = self._side.behind(stream)
         device.wait(stream, self._ended)
         send, recv = conversion.staged(self._memory[-1]) if fnuz else (None, None)
         self._run(conversion.before(send), stream)
@@ -166,9 +164,8 @@ class OnGpu:
 
     def close(self) -> None:
         """Give everything back. The device must be done."""
-        self._device.destroy_stream(self._stream)
-        for event in (self._begun, self._ended):
-            self._device.destroy_event(event)
+        self._side.close()
+        self._device.destroy_event(self._ended)
         for at in self._memory:
             self._device.free(at)
 

@@ -5,12 +5,12 @@ It is made at the first such call, apart from what other calls use: a graph may 
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
 from ..errors import ArgumentError
+from .lanes import Lanes
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
@@ -23,9 +23,7 @@ class GpuGraphs:
 
     def __init__(self, device: Device, queue: _native.DeviceQueue, share: GpuShare, edges: GpuEdges, zero: int) -> None:
         self._device, self._queue, self._share, self._edges, self._zero = device, queue, share, edges, zero
-        self._scratch_bytes = 0
-        self._undo = contextlib.ExitStack()
-        self.used = False  # whether anything was captured
+        self._lanes: Lanes | None = None  # once anything was captured
 
     def prepare(self, shape: _native.DeviceShape, stream: int) -> int | None:
         """See to what `shape` needs to be captured on `stream`. Returns new scratch memory for all that is captured
@@ -48,41 +46,30 @@ class GpuGraphs:
                 "stream: a graph is being captured on it; wanted one capture at a time of calls that GPUs do by copies,"
                 " got a second one before the end of the first"
             )
-        if not self.used:
-            self._start()
+        lanes = self._lanes or self._start()
         self._edges.capture(shape.edges)
-        return self._grow_scratch(shape.scratch_bytes)
+        return lanes.scratch(shape.scratch_bytes)
 
-    def _start(self) -> None:
-        device, share = self._device, self._share
-        table, words = device.kernels(), share.segment.captured(share.here)
-        with contextlib.ExitStack() as undo:
-            streams = [device.stream() for _ in range(_native.DEVICE_LANES)]
-            for stream in streams:
-                undo.callback(device.destroy_stream, stream)
-            staging = device.allocate(_native.STAGED_MESSAGES * share.slot_bytes)
-            undo.callback(device.free, staging)
-            kernels = {name: table.function(name) for name in ("bump", "await")}
+    def _start(self) -> Lanes:
+        share, table = self._share, self._device.kernels()
+        kernels = {name: table.function(name) for name in ("bump", "await")}
+        words, lanes = share.segment.captured(share.here), Lanes(self._device, share.slot_bytes)
+        try:
             self._queue.set_capture(
                 kernels={**kernels, "zero": self._zero, "abort": share.segment.aborts[share.here]},
-                streams=streams,
-                staging=staging,
+                streams=lanes.streams,
+                staging=lanes.staging,
                 words=words.device,
                 seen=words.host,
             )
-            undo.callback(self._queue.drop_capture)
-            self._undo = undo.pop_all()
-        self.used = True
-
-    def _grow_scratch(self, nbytes: int) -> int | None:
-        """The old one stays until `close`: graphs know it."""
-        if nbytes <= self._scratch_bytes:
-            return None
-        self._scratch_bytes = max(nbytes, 2 * self._scratch_bytes)
-        scratch = self._device.allocate(self._scratch_bytes)
-        self._undo.callback(self._device.free, scratch)
-        return scratch
+        except BaseException:
+            lanes.close()
+            raise
+        self._lanes = lanes
+        return lanes
 
     def close(self) -> None:
         """Give everything back. No graph may be replayed any more."""
-        self._undo.close()
+        if self._lanes is not None:
+            self._queue.drop_capture()
+            self._lanes.close()

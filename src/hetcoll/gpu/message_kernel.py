@@ -1,16 +1,15 @@
 """Small messages among the GPUs of one host, as one kernel a call on each rank (``devices/kernels/messages.h``).
 
-The two ranks of a message choose alike, by its size and by what all know of both.
+Which messages are its is chosen by `planner.GpuPlanner.carrier`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..vendors.devices.kernels.source import MESSAGES
 from ..vendors.devices.kernels.table import (
-    MESSAGE_MOST,
     MESSAGE_STATE,
     MESSAGE_THREADS,
     ONESHOT_RANKS,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from .shared import GpuShare
 
 STATE_BYTES = 2 * ONESHOT_RANKS * MESSAGE_STATE
-_MOST = MESSAGE_MOST  # bytes up to which a kernel beats copies
 
 
 class Small(NamedTuple):
@@ -39,33 +37,17 @@ Kernel = tuple[int, bytes, int, int, list[int], list[int]]
 
 
 class MessageKernel:
-    """That of this rank. `state` is device memory of STATE_BYTES, zero at first; `far` says of a rank of this host
-    whether its slots are not in the host's memory."""
+    """That of this rank, to and from `peers` of its host. `state` is device memory of STATE_BYTES, zero at first."""
 
-    def __init__(
-        self,
-        device: Device,
-        share: GpuShare,
-        mates: Collection[int],
-        far: Callable[[int], bool],
-        state: int,
-    ) -> None:
-        """`mates`: who is reached by a library. All rings are mapped now: later a driver might wait for messages that
-        are under way."""
+    def __init__(self, device: Device, share: GpuShare, peers: Collection[int], state: int) -> None:
+        """All rings are mapped now: later a driver might wait for messages that are under way."""
         self._device, self._share, self._state = device, share, state
-        here, locals_ = share.here, share.locals
         self._rings: dict[tuple[int, bool], tuple[int, int]] = {}  # by peer, and whether this rank sends: number, place
-        if len(locals_) > ONESHOT_RANKS or not share.rings or not share.gpus[share.rank].kernels:
-            return
-        for there, peer in enumerate(locals_):
-            if peer != share.rank and peer not in mates and share.gpus[peer].kernels and not far(peer):
-                for out in (False, True):
-                    ring = share.segment.message_ring(*((here, there) if out else (there, here)))
-                    self._rings[peer, out] = 2 * there + out, ring
-
-    def takes(self, peer: int, nbytes: int) -> bool:
-        """Whether a message between this rank and `peer`, either way, is one for it."""
-        return 0 < nbytes <= _MOST and (peer, True) in self._rings
+        for peer in peers:
+            here, there = share.here, share.locals.index(peer)
+            for out in (False, True):
+                ring = share.segment.message_ring(*((here, there) if out else (there, here)))
+                self._rings[peer, out] = 2 * there + out, ring
 
     def bind(self, sends: Sequence[Small], recvs: Sequence[Small]) -> list[Kernel]:
         """The kernels that carry these, one after another: the first of each rank and direction, then the second of

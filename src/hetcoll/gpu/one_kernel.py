@@ -1,4 +1,4 @@
-"""Collectives among the GPUs of one host as one kernel a rank, where that is faster than copies."""
+"""Collectives among the GPUs of one host as one kernel a rank."""
 
 from __future__ import annotations
 
@@ -36,15 +36,8 @@ class OneKernel:
         self._queue, self._device, self._share, self._state = queue, device, share, state
         self._rank, self._size = rank, size
 
-    def choose(self, collective: Collective, nbytes: int) -> str | None:
-        """Which kernel does it; None where copies are faster, or none can. `nbytes` are those of all ranks' parts."""
-        return one_kernel.choose(collective, nbytes, self._size)
-
-    def bind(self, call: Call) -> _native.KernelShape | None:
-        """None where copies are faster, or no kernel does it."""
-        kernel = self.choose(call.collective, call.nbytes)
-        if kernel is None:
-            return None
+    def bind(self, call: Call, kernel: str) -> _native.KernelShape:
+        """`kernel` is the one that is chosen for it (`plan.one_kernel.choose`)."""
         name, arguments, blocks, threads = self._oneshot(call) if kernel == "oneshot" else self._exchange(call)
         arguments.rank, arguments.size = self._rank, self._size
         arguments.divisor = self._size if call.op is ReduceOp.AVG else 1

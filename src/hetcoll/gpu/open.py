@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calls.buffers import Buffer
+from ..calls.buffers import VENDOR_OF, Buffer
 from ..config.env import Config
 from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.executor import Meet, Prepare, Seen
-from ..types import FNUZ_OF, OCP_OF, Collective
+from ..types import FNUZ_OF, OCP_OF, Collective, Format
 from . import streams
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .executor import GpuExecutor
     from .replays import Replays
     from .snapshot import GpuSnapshot
-
-_KINDS = {"rocm": "hip"}  # a device's name in DLPack's words: whose it is
 
 
 class Gpus:
@@ -57,7 +55,7 @@ class Gpus:
 
     def check_place(self, buffer: Buffer) -> None:
         """Whether a buffer is where this rank said that its buffers are."""
-        wish, mine = self._config.device, _KINDS.get(buffer.device, buffer.device)
+        wish, mine = self._config.device, VENDOR_OF.get(buffer.device, buffer.device)
         if wish is None or (wish.kind == mine and wish.index in (None, buffer.index)):
             return
         if mine == "cpu" and not self._wiring.topology.some_without_gpu:
@@ -227,10 +225,10 @@ class Gpus:
         """See `runtime.executor.Gpus`. A rank without a GPU pins nothing."""
         return Held() if self.executor is None else self.executor.holds()
 
-    def explain(self, op: str, nbytes: int) -> str:
+    def explain(self, collective: Collective, nbytes: int, form: Format) -> str:
         """For people: how a collective on GPUs runs, once there were some."""
         path = self.executor or self.cpu_rank
-        return "" if path is None else path.explain(Collective[op.upper()], nbytes)
+        return "" if path is None else path.explain(collective, nbytes, form)
 
     def describe(self) -> tuple[str, ...]:
         """For people: how data goes to each GPU, once that is known."""

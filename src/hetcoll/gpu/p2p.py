@@ -23,6 +23,8 @@ from ..types import DType
 from ..vendors.devices.base import URGENT
 from . import float8
 from .deadlines import Deadlines
+from .lanes import SideStream
+from .planner import GpuPlanner
 from .plans import GpuPlans
 from .shared import GpuShare, Note
 from .work import Enqueued, GpuWork
@@ -55,8 +57,7 @@ class Executor(Enqueued, Protocol):
 
 
 class GpuMessages:
-    """Those of one communicator on this rank's GPU. `mates` are the ranks that the island's library reaches, this one
-    among them."""
+    """Those of one communicator on this rank's GPU, by what `choices` says of each."""
 
     def __init__(
         self,
@@ -66,23 +67,24 @@ class GpuMessages:
         planner: Planner,
         calls: _native.GpuCalls,
         deadlines: Deadlines,
-        mates: Collection[int],
+        choices: GpuPlanner,
         convert: float8.OnGpu | None,
     ) -> None:
         self._path, self._share, self._plans, self._planner, self._calls = path, share, plans, planner, calls
-        self._mates, self._convert, self._device, self._deadlines = mates, convert, path.device, deadlines
-        self._strangers = frozenset(mates) - {share.rank}
+        self._choices, self._convert, self._device, self._deadlines = choices, convert, path.device, deadlines
+        mates = choices.mates
+        self._strangers = mates - {share.rank}
         self.awaited: Collection[int] = ()
         """The ranks that the library connects with this one just now."""
         self._kernels: KernelTable | None = None  # once what the cache has was loaded
         self._bytes = self._device.allocate(2 * len(mates)) if mates else 0
-        self._lanes: dict[tuple[int, int], tuple[int, int]] = {}  # see `_lane`
+        self._lanes: dict[tuple[int, int], SideStream] = {}  # see `_lane`
 
     def one(self, ends: SendRecv, stream: object, async_op: bool, seconds: float) -> GpuWork:
         """Enqueue a message, or two at once."""
         send, dest, recv, source = ends
         handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
-        if async_op and (send is None or recv is None or self._by_kernel(ends)):
+        if async_op and (send is None or recv is None or self._choices.by_kernel(ends)):
             handle, async_op = self._lane(dest if send else -1, source if recv else -1, handle)
         conversion = None if self._convert is None else float8.Float8Conversion.of_message(ends, self._share.rank)
         if self._convert is None or conversion is None:
@@ -99,7 +101,7 @@ class GpuMessages:
         def bind() -> _native.GpuCall:
             self._load_ahead()
             notes = self._share.notes(ends)
-            plan = self._plans.messages(*key, self._mates)
+            plan = self._plans.messages(*key, self._choices.carrier)
             bound = self._path.bound(plan, ends.describe(), notes, ends.first.dtype)
             if again:
                 self._calls.remember(*ends.key, bound)
@@ -125,24 +127,15 @@ class GpuMessages:
         """Whose kernels are being loaded just now, perhaps behind messages."""
         return None if self._kernels is None else self._kernels.loading
 
-    def _by_kernel(self, ends: SendRecv) -> bool:
-        """Whether nothing but a kernel carries these."""
-        kernel, halves = self._plans.kernel, ((ends.send, ends.dest), (ends.recv, ends.source))
-        return kernel is not None and all(kernel.takes(peer, buffer.nbytes) for buffer, peer in halves if buffer)
-
     def _lane(self, dest: int, source: int, stream: int) -> tuple[int, bool]:
         """Where a message runs that no stream is to wait for: on a stream of its peer and direction, behind what is on
         `stream` now, so that it waits for no other; made at the first one. And whether that is `stream` itself, as in a
         graph, which has an order of its own."""
         if self._device.capturing(stream):
             return stream, True
-        found = self._lanes.get((dest, source))
-        if found is None:
-            found = self._lanes[dest, source] = (self._device.stream(URGENT), self._device.event())
-        lane, begun = found
-        self._device.record(begun, stream)
-        self._device.wait(lane, begun)
-        return lane, False
+        if (dest, source) not in self._lanes:
+            self._lanes[dest, source] = SideStream(self._device, URGENT)
+        return self._lanes[dest, source].behind(stream), False
 
     def together(self, messages: Sequence[Message], seconds: float) -> None:
         """Enqueue messages that are under way together. Where some are converted they go a send and a receive at a
@@ -180,7 +173,7 @@ class GpuMessages:
         def bind() -> _native.GpuCall:
             self._load_ahead()
             out, into = ([(m.peer, m.buffer.nbytes) for m in half] for half in (sends, recvs))
-            plan = self._plans.messages(DType.UINT8, out, into, self._mates, apart=True)
+            plan = self._plans.messages(DType.UINT8, out, into, self._choices.carrier, apart=True)
             what = f"group of {', '.join(map(str, messages))}"
             notes = [note for m in messages for note in self._share.notes(m.alone)]
             return self._path.bound(plan, what, notes, DType.UINT8, [m.buffer.dtype for m in (*sends, *recvs)])
@@ -202,7 +195,7 @@ class GpuMessages:
                 f" {spell_ranks(fresh)} to this one; wanted a message between them before"
             )
         ends = [(peer, 1) for peer in sorted(fresh)]
-        plan = self._plans.messages(DType.UINT8, ends, ends, self._mates, apart=True)
+        plan = self._plans.messages(DType.UINT8, ends, ends, self._choices.carrier, apart=True)
         bound = self._path.bound(plan, "first message", [], DType.UINT8, [DType.UINT8] * 2 * len(ends))
         self.awaited = fresh
         try:
@@ -213,8 +206,7 @@ class GpuMessages:
 
     def close(self) -> None:
         """Give everything back. Nothing may be under way."""
-        for stream, event in self._lanes.values():
-            self._device.destroy_stream(stream)
-            self._device.destroy_event(event)
+        for lane in self._lanes.values():
+            lane.close()
         if self._bytes:
             self._device.free(self._bytes)

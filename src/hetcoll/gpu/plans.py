@@ -1,4 +1,4 @@
-"""From a call on GPU buffers to a list of driver calls: which algorithm, in which pieces, in which order.
+"""From a call on GPU buffers, and what is chosen for it, to a list of driver calls: in which pieces and order.
 
 Plans are cut into pieces that fit a slot (`pipeline`); small pieces first and last fill and drain the way quickly. The
 order is one that no number of hardware queues can turn into a deadlock (`order`). What was compiled is kept.
@@ -7,7 +7,7 @@ order is one that no number of hardware queues can turn into a deadlock (`order`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -15,18 +15,16 @@ import hetcoll._native as _native
 
 from ..calls import Call
 from ..plan.algorithms.atoms import AMONG
-from ..plan.algorithms.base import Algorithm
-from ..plan.algorithms.islands import ISLANDS
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
 from ..plan.order import Alike, enqueue_order, levels
-from ..plan.pieces import GRAIN, SLOTS, Cut, Lengths, cut, message_pieces, piece_bytes
+from ..plan.pieces import GRAIN, SLOTS, Cut, Lengths, cut, message_pieces
 from ..plan.pipeline import pipelined, ramp
-from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
 from ..types import LOGICAL, REDUCING, ROOTED, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import codec_names
 from .message_kernel import Kernel as MessageKernels
 from .message_kernel import MessageKernel, Small
+from .planner import Carrier, Choice, GpuPlanner, Mechanism
 
 if TYPE_CHECKING:
     from ..vendors.ccl.native import Native
@@ -42,6 +40,8 @@ End = tuple[int, int]
 """Of a message: the peer, and how many elements."""
 Order = tuple[int, ...]
 Parts = tuple[Span | None, ...]
+Carry = Callable[[int, int], Carrier]
+"""What carries a message to this peer, or from there, of so many bytes."""
 Link = Callable[[Plan], list[int]]
 Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
 S = TypeVar("S", covariant=True)
@@ -85,29 +85,26 @@ class GpuPlans(Generic[S]):
         slot_bytes: int,
         binder: Binder[S],
         planner: Planner,
+        choices: GpuPlanner,
     ) -> None:
         self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
-        self._planner = planner
-        self._library = str(islands.island.library) if islands.island is not None else "their vendors' library"
+        self._planner, self._choices = planner, choices
         self._bind = binder.bind
         self.kernel: MessageKernel | None = None
-        """What carries small messages between two ranks, once their ways are known to work."""
+        """What binds messages that are its, once the ways of the host are known to work."""
         self._mates = next(island for island in islands.islands if rank in island)
         self._bases: Kept[tuple[object, ...], tuple[list[Plan], Alike]] = Kept(_BASES)
         self._drawn: Kept[tuple[object, ...], tuple[Plan, Order, Order]] = Kept()
 
-    def compile(self, call: Call) -> S:
-        """A collective."""
-        if call.collective is Collective.ALLTOALLV:
-            return self._alltoallv(call, (call.send_table, call.recv_table))
-        if call.collective is Collective.ALLTOALL and self._islands.whole and not self._named(call.collective):
-            each = [r * (call.send_count // self._size) for r in range(self._size + 1)]
-            return self._put_aside(call, each) if call.in_place else self._alltoallv(call, (each, each))
+    def compile(self, call: Call, choice: Choice) -> S:
+        """A collective, by the messages or the plan that are chosen for it."""
+        if choice.by is Mechanism.MESSAGES:
+            return self._alltoall(call, choice)
+        entry, islands = choice.algorithm, choice.islands
+        assert entry is not None, "it is a plan"
         item = call.dtype.itemsize
         grain = max(1, GRAIN // item)
         shares = call.shares(self._size)
-        islands, local = self._serving(call.collective, call.dtype, call.op)
-        entry = self._entry(call, islands)
         kind = call.collective.plain
         key = (
             kind,
@@ -118,7 +115,7 @@ class GpuPlans(Generic[S]):
             entry.name,
             bool(call.compress),
         )
-        base, alike = self._bases.get_or(key, lambda: self._base(call, islands, entry))
+        base, alike = self._bases.get_or(key, lambda: self._base(call, choice))
         made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, Lengths.of(base), item)
         if len(islands) == 1:
             made = made._replace(at=(0, 1))
@@ -128,13 +125,18 @@ class GpuPlans(Generic[S]):
             offsets(counts, units // len(counts), at, grain, made.length * made.equal)
             for counts, units, at in zip(shares, (plan.send_units, plan.recv_units), points, strict=True)
         ]
-        return self._bind(Made(plan, order, rise, call.dtype, tables, call, local, points=points))
+        return self._bind(Made(plan, order, rise, call.dtype, tables, call, choice.local, points=points))
 
-    def _alltoallv(self, call: Call, tables: Iterable[Sequence[int]]) -> S:
+    def _alltoall(self, call: Call, choice: Choice) -> S:
         """Each pair of ranks knows its own count, so the pieces are theirs, too."""
+        tables: Iterable[Sequence[int]] = (call.send_table, call.recv_table)
+        if call.collective is Collective.ALLTOALL:
+            each = [r * (call.send_count // self._size) for r in range(self._size + 1)]
+            if choice.aside:
+                return self._put_aside(call, each)
+            tables = (each, each)
         sends, recvs = ([(peer, b - a) for peer, (a, b) in enumerate(pairwise(table))] for table in tables)
-        by_library = self._islands.island is not None and not self._named(call.collective)
-        return self.messages(call.dtype, sends, recvs, self._mates if by_library else (), call)
+        return self.messages(call.dtype, sends, recvs, self._choices.part_carrier(choice), call)
 
     def _put_aside(self, call: Call, table: Sequence[int]) -> S:
         """An all-to-all in place inside one island: all that is sent is copied first, then sent from there.
@@ -153,24 +155,22 @@ class GpuPlans(Generic[S]):
         dtype: DType,
         sends: Sequence[End],
         recvs: Sequence[End],
-        mates: Collection[int],
+        carrier: Carry,
         call: Call | None = None,
         *,
         apart: bool = False,
         channel: int = P2P_CHANNEL,
         whole: bool = False,
     ) -> S:
-        """Messages to peers and from peers, all under way together; those of `mates`, of which it is one, by the
-        island's library. Those to oneself match in their order. `call`: they are what it consists of; `apart`: each has
-        a buffer of its own; `whole`: each fits a slot, and is not cut.
+        """Messages to peers and from peers, all under way together. Those to oneself match in their order. `call`: they
+        are what it consists of; `apart`: each has a buffer of its own; `whole`: each fits a slot, and is not cut.
 
         Piece by piece of each edge, sends before receives: what peers need is enqueued before what this rank waits for.
         What the library does comes last. Small messages between two ranks are a kernel's, which comes first.
         """
-        kernel = self.kernel if call is None else None
         channel = channel if call is None else 0  # messages of two ranks are numbered along the edge
-        out = self._half(Op.SEND, channel, dtype.itemsize, sends, mates, kernel, whole)
-        into = self._half(Op.RECV, channel, dtype.itemsize, recvs, mates, kernel, whole)
+        out = self._half(Op.SEND, channel, dtype.itemsize, sends, carrier, whole)
+        into = self._half(Op.RECV, channel, dtype.itemsize, recvs, carrier, whole)
         numbered = sorted((*out.pieces, *into.pieces), key=lambda piece: (piece[0], piece[1].op))
         numbered += [(0, Step(Op.COPY, 2, src, dst)) for src, dst in zip(out.own, into.own, strict=True)]
         if out.rows or into.rows:
@@ -184,7 +184,7 @@ class GpuPlans(Generic[S]):
         begins = (out.begins, into.begins) if apart else ((), ())
         tables, order, base = (out.table, into.table), tuple(range(len(steps))), len(sends) if apart else 1
         received = [each._replace(buffer=base + each.buffer) for each in into.small]
-        kernels = kernel.bind(out.small, received) if kernel and (out.small or received) else ()
+        kernels = self.kernel.bind(out.small, received) if self.kernel and (out.small or received) else ()
         return self._bind(Made(plan, order, levels, dtype, tables, call, apart=begins, kernels=kernels))
 
     def _half(
@@ -193,20 +193,20 @@ class GpuPlans(Generic[S]):
         channel: int,
         item: int,
         messages: Sequence[End],
-        mates: Collection[int],
-        kernel: MessageKernel | None,
+        carrier: Carry,
         whole: bool,
     ) -> _Half:
         half, pieces = _Half([0], [], [], [], [], []), Counter[int]()
         buf = Buf.SEND if op is Op.SEND else Buf.RECV
         inside: dict[int, list[Span]] = {mate: [] for mate in self._mates}
         for number, (peer, count) in enumerate(messages):
-            at, cuts = len(half.table) - 1, (0, 1) if whole else self._cuts(count * item)
-            if peer in mates or peer == self._rank:
-                cuts = (0, 1)
-                (inside[peer] if peer in mates else half.own).append(Span(buf, at))
-            elif kernel and kernel.takes(peer, count * item):
-                cuts = (0, 1)
+            at, by = len(half.table) - 1, carrier(peer, count * item)
+            cuts = (0, 1) if whole or by is not Carrier.COPIES else self._cuts(count * item)
+            if by is Carrier.LIBRARY:
+                inside[peer].append(Span(buf, at))
+            elif by is Carrier.ITSELF:
+                half.own.append(Span(buf, at))
+            elif by is Carrier.KERNEL:
                 half.small.append(Small(number, peer, count * item))
             elif count > 0:
                 for a, b in pairwise(cuts):
@@ -224,14 +224,10 @@ class GpuPlans(Generic[S]):
         smallest, largest = message_pieces(nbytes, self._slot_bytes)
         return ramp(max(1, -(-nbytes // smallest)), largest // smallest)
 
-    def _entry(self, call: Call, islands: Islands) -> Algorithm:
-        """Which algorithm runs a call."""
-        if call.compress:
-            return ISLANDS[call.collective.plain]
-        return self._planner.on_gpus(call.collective, call.nbytes, islands)
-
-    def _base(self, call: Call, islands: Islands, entry: Algorithm) -> tuple[list[Plan], Alike]:
+    def _base(self, call: Call, choice: Choice) -> tuple[list[Plan], Alike]:
         """The plans that the order of this rank's steps follows from, and whose they are."""
+        entry, islands = choice.algorithm, choice.islands
+        assert entry is not None, "it is a plan"
         scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
         how: dict[str, Any] = {"root": call.root, "scale": scale and not whole, "logical": self._logical(call)}
         how["ordered"] = self._planner.ordered
@@ -244,39 +240,8 @@ class GpuPlans(Generic[S]):
             alike = Alike.of(self._rank, islands, turns=entry.turns, rooted=call.collective in ROOTED)
         return [entry.build(self._size, r, **how) for r in alike.ranks], alike
 
-    def _serving(self, collective: Collective, dtype: DType, op: ReduceOp) -> tuple[Islands, Native | None]:
-        """The islands of a call, and how their libraries reduce. These promise no order, and have algorithms of their
-        own: where there is to be another one, every rank is an island."""
-        if (self._planner.ordered and collective in REDUCING) or self._named(collective):
-            return self._islands.alone, None
-        return self._islands.serving(collective, dtype, op)
-
-    def _named(self, collective: Collective) -> bool:
-        """Whether HETCOLL_ALGO takes it from the library that serves all ranks."""
-        return self._islands.whole and self._planner.asked(collective) is not None
-
     def _logical(self, call: Call) -> bool:
         return call.op in LOGICAL and self._size == 1
-
-    def explain(self, collective: Collective, nbytes: int) -> str:
-        """For people: how a collective on float32, with sums, is done."""
-        if collective is Collective.BARRIER:
-            return "by the hosts"
-        pieces = piece_bytes
-        if collective in (Collective.P2P, Collective.ALLTOALLV):
-            name, islands, pieces = "a message for each pair", self._islands.alone, message_pieces
-        else:
-            islands, _ = self._serving(collective, DType.FLOAT32, ReduceOp.SUM)
-            name = self._planner.on_gpus(collective, nbytes, islands).name
-        if self._size > 1 and len(islands) == 1:
-            return f"one call of {self._library}"
-        if self._planner.ordered and collective in REDUCING:
-            name += ", in the order of ranks"
-        if len(islands) < self._size:
-            among = "" if name == "islands" else " among islands"
-            name += f"{among} {spell_islands(islands)}, their libraries inside and messages between"
-        first, most = pieces(nbytes, self._slot_bytes)
-        return f"{name}, in pieces of up to {most} bytes, the first of {first}"
 
     def _draw(self, base: list[Plan], alike: Alike, made: Cut) -> tuple[Plan, Order, Order]:
         plans = pipelined(base, made.at, made.most)

@@ -11,89 +11,29 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
 from ..calls import Call
 from ..errors import CollectiveTimeoutError
-from ..runtime.planner import Planner
 from ..types import Collective
 
 if TYPE_CHECKING:
     from ..runtime.executor import Seen
     from .edges import GpuEdges
-    from .vendor_comm import GpuIslands
+    from .planner import Place
 
 _PAUSE = 50e-6  # seconds between looks at a GPU
-_ALGORITHMS = {
-    Collective.ALLGATHER: "direct", Collective.ALLGATHERV: "direct", Collective.ALLTOALL: "pairwise",
-    Collective.BROADCAST: "direct",
-}  # fmt: skip
-"""Those whose messages pulls take the place of."""
-
-
-class Place(NamedTuple):
-    """Where a call's data lies on every rank: a window, and bytes into it. `parts`: from there on is what is gathered,
-    of which each rank gives its own part."""
-
-    window: int
-    offset: int
-    parts: bool
-
-    def __str__(self) -> str:
-        return f"{'in place in' if self.parts else 'out of'} window {self.window} at byte {self.offset}"
 
 
 class Pulls:
-    """Those of rank `rank`. `windows` are those that all GPUs see, by number; they come and go."""
+    """Those of rank `rank` of `size`. `windows` are those that all GPUs see, by number; they come and go."""
 
     def __init__(
-        self,
-        queue: _native.DeviceQueue,
-        edges: GpuEdges,
-        planner: Planner,
-        islands: GpuIslands,
-        windows: Mapping[int, Seen],
-        rank: int,
+        self, queue: _native.DeviceQueue, edges: GpuEdges, windows: Mapping[int, Seen], rank: int, size: int
     ) -> None:
-        self._queue, self._edges, self._planner, self._windows = queue, edges, planner, windows
-        self._whole, self._rank, self._size = islands.whole, rank, len(islands.alone)
-        self.why_not = ""
-        """Why there are none, whatever the windows: the same on all ranks."""
-
-    def watches(self, collective: Collective) -> bool:
-        """Whether where their buffers are decides how such calls go."""
-        return bool(self._windows) and not self.why_not and self._could(collective)
-
-    def _could(self, collective: Collective) -> bool:
-        """Whether HETCOLL_ALGO takes it from the library, and asks for the algorithm that they take the place of."""
-        name = _ALGORITHMS.get(collective)
-        return self._whole and name is not None and self._planner.asked(collective) == name
-
-    def place(self, call: Call) -> Place | None:
-        """Where in a window it is; None where it takes slots."""
-        if call.nbytes == 0 or call.compress or not self.watches(call.collective):
-            return None
-        assert call.send is not None
-        assert call.recv is not None
-        parts, first, most = False, call.send, call.send.nbytes
-        if call.collective.plain is Collective.ALLGATHER:
-            lengths = self._gathered(call)
-            if not all(lengths):  # who gives nothing may have it anywhere
-                return None
-            most = max(lengths)
-            if call.send.overlaps(call.recv):
-                parts, first, most = True, call.recv, call.recv.nbytes
-        for number, window in sorted(self._windows.items()):
-            offset = first.ptr - window.base
-            if 0 <= offset <= window.nbytes - most:
-                return Place(number, offset, parts)
-        return None
-
-    def _gathered(self, call: Call) -> list[int]:
-        """Bytes of each rank's part."""
-        return [count * call.dtype.itemsize for count in call.shares(self._size)[1]]
+        self._queue, self._edges, self._windows, self._rank, self._size = queue, edges, windows, rank, size
 
     def bind(self, call: Call, place: Place) -> _native.DeviceShape:
         """See `Binder`: for a call that is there."""
@@ -106,7 +46,7 @@ class Pulls:
             readers = peers if rank == call.root else []
             found = [] if rank == call.root else [(call.root, 0, there[call.root], call.nbytes)]
         elif call.collective.plain is Collective.ALLGATHER:
-            lengths = self._gathered(call)
+            lengths = [count * call.dtype.itemsize for count in call.shares(self._size)[1]]
             begins = list(accumulate(lengths, initial=0))
             readers = peers
             found = [(p, begins[p], there[p] + (begins[p] if place.parts else 0), lengths[p]) for p in peers]
@@ -145,16 +85,3 @@ class Pulls:
             return self._queue.pulls_done()
         except _native.Fault:
             return True
-
-    def explain(self, collective: Collective) -> str:
-        """For people: whether such calls are pulls, where HETCOLL_ALGO takes them from the library; else ""."""
-        if not self._whole or self._planner.asked(collective) is None or collective is Collective.BARRIER:
-            return ""
-        if not self._could(collective):
-            return f"out of no window, as {', '.join(f'{c.label}:{a}' for c, a in _ALGORITHMS.items())} can be"
-        if self.why_not:
-            return f"out of no window: {self.why_not}"
-        if not self._windows:
-            return "out of no window: none is open that all GPUs see"
-        numbers = ", ".join(map(str, sorted(self._windows)))
-        return f"what lies in window {numbers}, at one offset on all ranks, is pulled out of there and passes no slot"

@@ -42,8 +42,8 @@ _WINDOWS = (
 
 
 class GpuShare:
-    """One rank's part in it. `device` is its GPU, None on a rank without; `no_direct` as `gpu_facts.Gpu` has it, `near`
-    as `slot_bytes` has it.
+    """One rank's part in it. `device` is its GPU, None on a rank without; `no_direct` as `links.facts.Gpu` has it,
+    `near` as `slot_bytes` has it.
 
     Making it is collective over all ranks. `close` it when nothing uses the slots any more.
     """

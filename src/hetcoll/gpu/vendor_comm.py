@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from ..errors import ArgumentError, HetcollError, spell_ranks
 from ..links.facts import Gpu, served
 from ..plan.topology import Islands, Topology, spell_islands
-from ..types import REDUCING, DType, ReduceOp
+from ..types import DType, ReduceOp
 from ..vendors.ccl import nccl, rccl
 from ..vendors.ccl.library import Island
-from ..vendors.ccl.native import BYTES, Native, native
+from ..vendors.ccl.native import Native, native
 from .float8 import two_kinds
 
 if TYPE_CHECKING:
@@ -102,15 +102,6 @@ class GpuIslands:
         members = [self._gpus[r] for island in self.islands if len(island) > 1 for r in island]
         answers = {native(dtype, op, gpu.arch, gpu.library) for gpu in members}
         return answers.pop() if len(answers) == 1 else None
-
-    def serving(self, collective: object, dtype: DType, op: ReduceOp) -> tuple[Islands, Native | None]:
-        """The islands that a call's plan is drawn for, and how their libraries reduce."""
-        if all(len(island) == 1 for island in self.islands):
-            return self.alone, None
-        if collective not in REDUCING:
-            return self.islands, Native(BYTES, ReduceOp.SUM)
-        reduction = self.reduction(dtype, op)
-        return (self.alone, None) if reduction is None else (self.islands, reduction)
 
     def error(self) -> str | None:
         """What the library failed with since, or None."""

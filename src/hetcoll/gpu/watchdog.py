@@ -14,6 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
 from .deadlines import Deadlines
 
@@ -24,36 +25,43 @@ _SAID = 0.5  # seconds for which it holds that a kernel waits: it says so every 
 _STILL = 2 * _SAID  # seconds without a move after which who left may be missed: what they had sent has come by then
 
 
+class Watched(Protocol):
+    """What is in flight (`standing.GpuStanding`). `waits` are the ranks for whom kernels wait."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    def awaited(self) -> Collection[int]:
+        """For whom kernels have been seen to wait since the last time; asked where calls were captured."""
+
+    def progress(self) -> int:
+        """Grows while something moves."""
+
+    def problem(self) -> str | None:
+        """What a library failed with, or None."""
+
+    def still(self, waits: Collection[int]) -> None:
+        """Look, again and again, where nothing has moved for a while."""
+
+    def stuck(self, problem: str, waits: Collection[int]) -> None:
+        """This does not end."""
+
+    def broken(self, problem: str) -> None:
+        """This has failed."""
+
+    def give_up(self) -> None:
+        """Once after a failure; it may wait for what comes before streams are let go."""
+
+    def release(self) -> None:
+        """Let them go."""
+
+
 class GpuWatch:
-    """`idle`, `progress` and `problem` (what a library failed with, or None) are asked while something is in flight.
+    """Over `calls`. `deadlines` has those that may take others than `timeout` seconds: one that has less ends when they
+    are over, and while one has more everything may stand still for longer. `look` is called each time it wakes."""
 
-    `awaited`, asked where calls were captured, says for whom kernels have been seen to wait since the last time.
-    `still` is asked to look, again and again, where nothing has moved for a while. `stuck` is told what does not end,
-    `broken` the problem. `deadlines` has the calls that may take others than `timeout` seconds: one that has less ends
-    when they are over, and while one has more everything may stand still for longer. After a failure `give_up` is
-    called once, and may wait for what comes before streams are let go, which is done by `release`.
-    """
-
-    def __init__(
-        self,
-        idle: Callable[[], bool],
-        awaited: Callable[[], Collection[int]],
-        progress: Callable[[], int],
-        problem: Callable[[], str | None],
-        deadlines: Deadlines,
-        still: Callable[[], None],
-        stuck: Callable[[str], None],
-        broken: Callable[[str], None],
-        give_up: Callable[[], None],
-        release: Callable[[], None],
-        look: Callable[[], None],
-        timeout: float,
-    ) -> None:
-        self._idle, self._awaited, self._progress, self._problem = idle, awaited, progress, problem
-        self._deadlines = deadlines
-        self._still, self._stuck, self._broken = still, stuck, broken
-        self._give_up, self._release, self._look = give_up, release, look
-        self._timeout = timeout
+    def __init__(self, calls: Watched, deadlines: Deadlines, look: Callable[[], None], timeout: float) -> None:
+        self._calls, self._deadlines, self._look, self._timeout = calls, deadlines, look, timeout
         self._wake = threading.Event()
         self._failed = threading.Event()
         self._ended = self._patient = self._gave_up = False
@@ -86,7 +94,7 @@ class GpuWatch:
         """For whom kernels wait. Empty where nothing was captured: other calls are seen to be in flight."""
         if self._pause is not None:
             now = time.monotonic()
-            if said := self._awaited():
+            if said := self._calls.awaited():
                 self._waits, self._until = said, now + _SAID
             elif now > self._until:
                 self._waits = ()
@@ -95,7 +103,7 @@ class GpuWatch:
     def quiet(self) -> bool:
         """Whether nothing is in flight, replays that wait for a peer included."""
         waits = self.waits()  # at every look, so that it is news
-        return self._idle() and not waits
+        return self._calls.idle and not waits
 
     def fail(self) -> None:
         """The communicator has failed: soon nothing here waits for a peer any more."""
@@ -119,22 +127,22 @@ class GpuWatch:
                 return
 
     def _look_after(self) -> None:
-        moved, since = -1, time.monotonic()
+        calls, moved, since = self._calls, -1, time.monotonic()
         while not (self._ended or self._failed.is_set() or self.quiet()):
-            now, problem = self._progress(), self._problem()
+            now, problem = calls.progress(), calls.problem()
             if problem is not None:
-                self._broken(problem)
+                calls.broken(problem)
                 self._failed.set()
-            elif not self._patient and (call := self._deadlines.over()) is not None:
-                self._stuck(f"{call.what} did not finish in {call.seconds:g} s")
+            elif not self._patient and (late := self._deadlines.over()) is not None:
+                calls.stuck(f"{late.what} did not finish in {late.seconds:g} s", self.waits())
                 self._failed.set()
             elif now != moved or self._patient:
                 moved, since = now, time.monotonic()
             elif (seconds := time.monotonic() - since) > max(self._timeout, self._deadlines.longest):
-                self._stuck(f"GPU calls have not moved for {seconds:.3g} s")
+                calls.stuck(f"GPU calls have not moved for {seconds:.3g} s", self.waits())
                 self._failed.set()
             elif seconds > _STILL:
-                self._still()
+                calls.still(self.waits())
             self._failed.wait(_PAUSE)
             self._look()
         if self._failed.is_set():
@@ -143,7 +151,7 @@ class GpuWatch:
     def _let_go(self) -> None:
         if not self._gave_up:
             self._gave_up = True
-            self._give_up()
+            self._calls.give_up()
         while not (self._ended or self.quiet()):
-            self._release()
+            self._calls.release()
             time.sleep(_RELEASE_PAUSE)

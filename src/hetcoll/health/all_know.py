@@ -24,14 +24,14 @@ class AllKnow:
     def __init__(self, diagnosis: Diagnosis, rank: int) -> None:
         self._diagnosis, self._rank = diagnosis, rank
         self._asked, self._over = threading.Event(), threading.Event()
-        diagnosis.answers |= {_QUESTION: lambda _: self._asked.set(), _END: lambda _: self._over.set()}
+        diagnosis.questions.answers |= {_QUESTION: lambda _: self._asked.set(), _END: lambda _: self._over.set()}
 
     def wait(self) -> None:
         """Block, some seconds at most, until every rank that answers knows. To be called once this one does."""
         if self._over.wait(min(self._rank * _APART, _LAST)) or (self._asked.is_set() and self._over.wait(_SECONDS)):
             return
         try:
-            self._diagnosis.ask(_QUESTION, _SECONDS)
-            self._diagnosis.ask(_END, 0.0)
+            self._diagnosis.questions.ask(_QUESTION, _SECONDS)
+            self._diagnosis.questions.ask(_END, 0.0)
         except HetcollError:  # the store does not answer, and each rank goes by what it has found itself
             return

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import parser, spell_ranks
 
 WINDOW = 64  # calls that an answer covers
 _LOOKS = 2  # the first may have begun before the others came to rest
+_MOST_TOLD = 8  # ranks, and messages, of which an error tells
 
 
 class Called(NamedTuple):
@@ -259,6 +260,36 @@ def find_stalls(answers: Answers) -> list[str]:
             between = f"from rank {wait.peer} to rank {rank} came"
             found.append((wait.done == 0, f"{_spell_bytes(wait.done, wait.total)} {between}{none_for}"))
     return [text for _, text in sorted(found, key=lambda each: each[0])]
+
+
+def behind(others: Answers, now: int) -> list[int]:
+    """Who has not come to collective number `now`, in which this rank is."""
+    answers = ((rank, answer) for rank, answer in others.items() if answer is not None)
+    return [rank for rank, answer in answers if now not in answer.calls and answer.now < now]
+
+
+def spell_missing(stalls: Sequence[str], others: Answers | None, late: Sequence[int]) -> list[str]:
+    """What keeps a call from ending, for people: messages that do not move, and what `others` say; None: the store did
+    not answer. `late` have not called it."""
+    parts = [*stalls[:_MOST_TOLD]]
+    if others is None:
+        return [*parts, "the job's store did not answer (its process is stopped, cut off or busy)"]
+    if silent := [rank for rank, answer in others.items() if answer is None]:
+        parts.append(f"{spell_ranks(silent)} did not answer (stopped, cut off or busy)")
+    if late:
+        parts.append(f"{spell_ranks(late)} did not call it")
+    told = [(rank, answer) for rank, answer in others.items() if answer is not None][:_MOST_TOLD]
+    return parts + [
+        f"rank {rank} is in {answer.inside}" + (f": {state}" if (state := _spell_state(answer)) else "")
+        for rank, answer in told
+        if answer.inside is not None
+    ]
+
+
+def _spell_state(answer: Answer) -> str:
+    if answer.connecting:
+        return f"it makes links to {spell_ranks(answer.connecting)}"
+    return answer.state
 
 
 def _spell_bytes(done: int, total: int) -> str:

@@ -15,9 +15,9 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
@@ -37,8 +37,7 @@ from .desync_report import (
     Answer,
     Answers,
     Called,
-    Edge,
-    LastWords,
+    behind,
     doubts,
     find_absent,
     find_deadlock,
@@ -46,8 +45,10 @@ from .desync_report import (
     find_mismatch,
     find_stalls,
     find_wrong_message,
+    spell_missing,
     unsure,
 )
+from .questions import Questions
 from .stall_detector import PATIENCE, StallDetector
 from .status_report import StatusReporter
 
@@ -57,11 +58,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hetcoll")
 
-_QUERY_SECONDS = 2.0
 _LAST_SECONDS = 1.5  # the same, when the time of a call is over: it ends 2 s later, whoever is stopped
 _VERDICT_SECONDS = 1.5
 _REASON_SECONDS = 2.0
-_MOST_TOLD = 8  # ranks, and messages, of which an error tells
 
 
 class Kind(IntEnum):
@@ -81,12 +80,6 @@ _ERRORS: dict[Kind, type[CommunicationError]] = {
     Kind.TIMEOUT: CollectiveTimeoutError,
     Kind.ABORTED: AbortedError,
 }
-
-
-def _spell_state(answer: Answer) -> str:
-    if answer.connecting:
-        return f"it makes links to {spell_ranks(answer.connecting)}"
-    return answer.state
 
 
 def _receives(call: Called) -> bool:
@@ -123,12 +116,9 @@ class Diagnosis:
         self._early: list[Lost | Left | Verdict | StoreLost] = []
         self._left: set[int] = set()
         self._report: _Report | None = None
-        self._asked = -PATIENCE  # when another rank asked last
         self._counted = -PATIENCE  # when this one asked for `check_counts`
-        self.answers: dict[str, Callable[[int], Any]] = {}
-        """Of other questions than what this rank is in: what to answer which rank, as JSON."""
+        self.questions = Questions(session, group, rank)
         self.warn_after = 0.0  # seconds; see `StallDetector`
-        self._farewell: dict[str, dict[str, Any]] = {}  # see `leave_answers`
         self.on_failure: list[Callable[[], None]] = []
         """What ends what the engine does not know of."""
 
@@ -151,20 +141,13 @@ class Diagnosis:
         if engine is None:
             return Answer(0, {}).encode() if isinstance(event, Query) else None
         if isinstance(event, Query):
-            question = json.loads(event.blob)
-            if isinstance(question, str):
-                answer = self.answers.get(question)
-                return json.dumps(None if answer is None else answer(event.rank)).encode()
-            if event.rank != self._rank:
-                self._asked = time.monotonic()
-            since, edges = question
-            return self._reporter.report(since, event.rank, (Edge(*edge) for edge in edges)).encode()
+            return self.questions.answer(event, self._reporter)
         self._apply(engine, event)
         return None
 
     def _apply(self, engine: _native.Engine, event: Lost | Left | Verdict | StoreLost) -> None:
         if isinstance(event, Lost):
-            self._settle(engine, Kind.PEER_GONE, event.rank, self._add_state(event.reason, event.rank))
+            self._settle(Kind.PEER_GONE, event.rank, self._add_state(event.reason, event.rank))
         elif isinstance(event, Left):
             engine.peer_left(event.rank)
             with self._news:
@@ -172,10 +155,10 @@ class Diagnosis:
                 self._news.notify_all()
         elif isinstance(event, Verdict):
             kind, peer, text = json.loads(event.blob)
-            self._settle(engine, Kind(kind), peer, text)
+            self._settle(Kind(kind), peer, text)
         elif not event.orderly:
             text = f"the process that hosts the job's store was lost: {event.reason}"
-            self._settle(engine, Kind.PEER_GONE, -1, text)
+            self._settle(Kind.PEER_GONE, -1, text)
 
     def _add_state(self, reason: str, peer: int) -> str:
         """What became of a rank, and what was in flight here then."""
@@ -188,12 +171,14 @@ class Diagnosis:
         where = f"rank {self._rank} was in {inside or 'an asynchronous call'}"
         return "; ".join([text, f"{where}: {state}" if state else where])
 
-    def _settle(self, engine: _native.Engine, kind: Kind, peer: int, text: str) -> None:
+    def _settle(self, kind: Kind, peer: int, text: str) -> None:
+        """What the communicator has failed with, as far as this rank knows."""
+        assert self._engine is not None
         with self._news:
             if self._report is None:
                 self._report = (kind, peer, text)
             self._news.notify_all()
-        engine.fail(kind, peer, text)
+        self._engine.fail(kind, peer, text)
         for end in tuple(self.on_failure):
             end()
 
@@ -204,9 +189,9 @@ class Diagnosis:
         assert self._engine is not None
         self._engine.fail(kind, peer, text)
         try:
-            self._settle(self._engine, *_tell(self._session.control, self._group, (kind, peer, text)))
+            self._settle(*_tell(self._session.control, self._group, (kind, peer, text)))
         except HetcollError:
-            self._keep(kind, peer, text)
+            self._settle(kind, peer, text)
 
     def interrupted(self) -> None:
         """A signal handler raised here (Ctrl-C): the others must not wait for this rank, nor take that for a goodbye.
@@ -220,12 +205,7 @@ class Diagnosis:
         """The store does not answer. This rank goes by its own verdict; the others hear of it when the store runs."""
         blob = json.dumps([kind, peer, text]).encode()
         self._session.control.leave_verdict(self._group, b"failed", blob)
-        self._keep(kind, peer, text)
-
-    def _keep(self, kind: Kind, peer: int, text: str) -> None:
-        """The verdict of this rank alone."""
-        assert self._engine is not None
-        self._settle(self._engine, kind, peer, text)
+        self._settle(kind, peer, text)
 
     @contextlib.contextmanager
     def while_sound(self) -> Iterator[None]:
@@ -251,7 +231,7 @@ class Diagnosis:
         other = whole()
         if other is not None and other._engine is not None:
             kind, peer, text = other._report or other._engine.failure
-            self._keep(Kind(kind), peer, text)
+            self._settle(Kind(kind), peer, text)
 
     def error(self) -> CommunicationError:
         """The error for the failure that the engine holds. May ask the other ranks what they did."""
@@ -299,8 +279,7 @@ class Diagnosis:
 
     def check_present(self, peers: Collection[int]) -> None:
         """Raise when one of the ranks that a call needs has left in order: it will not connect any more."""
-        gone = self._left.intersection(peers)
-        if gone:
+        if gone := self._left.intersection(peers):
             raise self._needed(gone)
 
     def check_counts(self) -> None:
@@ -337,11 +316,12 @@ class Diagnosis:
     def look(self, before: Answers, deadline: float) -> Answers:
         """Ask all ranks, unless one of them did so just now; raises when they cannot go on. `before` is what they said
         at the last look. Nobody is waited for beyond `deadline`."""
-        if time.monotonic() - self._asked < PATIENCE / 2 or deadline - time.monotonic() <= ON_ITS_WAY:
+        if time.monotonic() - self.questions.asked < PATIENCE / 2 or deadline - time.monotonic() <= ON_ITS_WAY:
             return before
-        answers = self._ask(deadline=deadline)
+        ask, since = self.questions.survey, self._reporter.since()
+        answers = ask(since, deadline=deadline)
         if edges := doubts(before, answers):
-            answers = self._ask(edges, deadline=deadline)
+            answers = ask(since, edges, deadline=deadline)
         wrong = self._judge(answers, before)
         if wrong is not None:
             raise wrong
@@ -368,14 +348,15 @@ class Diagnosis:
         assert self._engine is not None
         inside = self._reporter.inside(threading.get_ident()) or Called("a call")
         state = state or self._engine.describe()
-        answers = self._ask(seconds=_LAST_SECONDS)
+        ask, since = self.questions.survey, self._reporter.since()
+        answers = ask(since, seconds=_LAST_SECONDS)
         wrong = self._judge(answers, {})
         if wrong is not None:
             return wrong
         head = f"{inside} did not finish in {seconds:g} s on rank {self._rank}" + (f": {state}" if state else "")
         silent = [rank for rank, answer in answers.items() if answer is None]
         if not silent and (edges := unsure(answers)):
-            answers = self._ask(edges, seconds=_LAST_SECONDS) or answers
+            answers = ask(since, edges, seconds=_LAST_SECONDS) or answers
         missing, parts = self._missing(inside, answers)
         tell = self.post if answers else self._leave_word
         tell(Kind.TIMEOUT, [*missing, -1][0], "; ".join([head, *parts]))
@@ -394,64 +375,20 @@ class Diagnosis:
 
     def _missing(self, inside: Called, answers: Answers) -> tuple[list[int], list[str]]:
         """The ranks that keep a call from ending, as far as that is known, and what the answers say, for people."""
-        parts = find_stalls(answers or {self._rank: self._reporter.report(1, self._rank)})[:_MOST_TOLD]
-        silent = [rank for rank, answer in answers.items() if answer is None]
-        others = {rank: answer for rank, answer in answers.items() if answer is not None and rank != self._rank}
-        if not answers:
-            parts.append("the job's store did not answer (its process is stopped, cut off or busy)")
-        if silent:
-            parts.append(f"{spell_ranks(silent)} did not answer (stopped, cut off or busy)")
-        behind = [] if inside.what.startswith(("send(", "recv(")) else self._behind(others)
-        if behind:
-            parts.append(f"{spell_ranks(behind)} did not call it")
-        parts += [
-            f"rank {rank} is in {answer.inside}" + (f": {told}" if (told := _spell_state(answer)) else "")
-            for rank, answer in list(others.items())[:_MOST_TOLD]
-            if answer.inside is not None
-        ]
-        return silent + behind, parts
-
-    def _behind(self, others: dict[int, Answer]) -> list[int]:
-        """Who has not come to the collective that this rank is in."""
         assert self._engine is not None
         now = self._engine.collectives + (self._reporter.preparing is not None)
-        return [rank for rank, answer in others.items() if now not in answer.calls and answer.now < now]
-
-    def ask(self, question: str, seconds: float) -> dict[int, Any]:
-        """What the ranks' `answers` to it are, and of those that have left what they wanted told; None from one that
-        gave none in time."""
-        answers, words = self._session.control.query(self._group, json.dumps(question).encode(), seconds)
-        told = {rank: None if blob is None else json.loads(blob) for rank, blob in answers.items()}
-        left = {rank: LastWords.decode(blob).answers.get(question, {}) for rank, blob in words.items()}
-        return told | {rank: each.get(str(self._rank)) for rank, each in left.items()}
-
-    def leave_answers(self, question: str, answers: Sequence[Any]) -> None:
-        """For when this rank has left: what each rank is told then, where that is not 0 or None."""
-        self._farewell[question] = {str(rank): each for rank, each in enumerate(answers) if each}
+        others = {rank: answer for rank, answer in answers.items() if rank != self._rank}
+        late = [] if inside.what.startswith(("send(", "recv(")) else behind(others, now)
+        stalls = find_stalls(answers or {self._rank: self._reporter.report(1, self._rank)})
+        silent = [rank for rank, answer in answers.items() if answer is None]
+        return silent + late, spell_missing(stalls, others if answers else None, late)
 
     def last_words(self) -> bytes:
         """For the goodbye."""
-        return b"" if self._engine is None else LastWords(self._engine.collectives, self._farewell).encode()
-
-    def _ask(self, edges: Sequence[Edge] = (), seconds: float = _QUERY_SECONDS, deadline: float = math.inf) -> Answers:
-        """Every rank's answer; None from one that is stopped or cut off, and has had `seconds`. Empty when the control
-        channel is gone, or `deadline` too near.
-
-        `edges`: of which their sources are to tell what they handed to them.
-        """
-        seconds = min(seconds, deadline - time.monotonic() - ON_ITS_WAY)
-        if seconds <= 0:
-            return {}
-        try:
-            blob = json.dumps((self._reporter.since(), edges)).encode()
-            answers, words = self._session.control.query(self._group, blob, seconds)
-            told = {rank: Answer.decode(blob) if blob else None for rank, blob in answers.items()}
-            return told | {rank: Answer(LastWords.decode(blob).now, {}) for rank, blob in words.items()}
-        except HetcollError:
-            return {}
+        return b"" if self._engine is None else self.questions.last_words(self._engine.collectives)
 
     def _explain_mismatch(self, peer: int, text: str) -> str:
-        answers = self._ask()
+        answers = self.questions.survey(self._reporter.since())
         found = find_mismatch(answers)
         if found:
             return found

@@ -44,7 +44,7 @@ log = logging.getLogger("hetcoll")
 
 _INTRODUCE, _ADDRESSES = b"introduce", b"addresses"  # what ranks exchange: see `introduction`
 _SPIN_SECONDS = 10e-6  # then it yields: its peer may be waiting for the very same core
-_UNLIMITED = (1 << 64) - 1  # native/transport/shm.cc says how much it takes then
+_UNLIMITED = (1 << 64) - 1  # native/transport/shm says how much it takes then
 Check = Callable[[Collection[int]], None]
 """Called now and then, with the ranks that are waited for."""
 

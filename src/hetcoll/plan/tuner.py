@@ -82,9 +82,14 @@ def choose(
             )
         return Choice(forced, times.get(forced, math.nan), "asked for")
     name = look_up(table(collective, topology, machine=machine, ordered=ordered), nbytes)
+    return Choice(name, times[name], _before(times, name))
+
+
+def _before(times: Mapping[str, float], name: str) -> str:
+    """Why that one is taken, for people."""
     others = sorted((t, other) for other, t in times.items() if other != name)
     told = ", ".join(f"{other} ({t * 1e6:.1f} us)" for t, other in others[:_TOLD])
-    return Choice(name, times[name], f"before {told}" if told else "the only one")
+    return f"before {told}" if told else "the only one"
 
 
 def table(
@@ -136,16 +141,33 @@ def _envelope(found: Mapping[K, Line]) -> list[tuple[int, K]]:
 def table_among(
     collective: Collective, topology: Topology, islands: Islands, able: Callable[[Algorithm], bool]
 ) -> list[tuple[int, str]]:
-    """The same for ranks with GPUs: which algorithm runs among `islands`, one member of each on a part of the buffer.
+    """The same for ranks with GPUs: which algorithm runs among `islands`, one member of each on a part of the buffer,
+    of those that are `able` and know no levels.
 
     Calls inside them take as long whatever this is.
     """
+    fewest, among = min(map(len, islands)), _firsts(topology, islands)
+    rows = table(collective, among, machine=GPUS, able=lambda e: able(e) and e.levels is None, hosts=False)
+    return [(upper if upper == UNLIMITED else upper * fewest, name) for upper, name in rows]
+
+
+def why_among(
+    collective: Collective, nbytes: int, topology: Topology, islands: Islands, able: Callable[[Algorithm], bool],
+    name: str,
+) -> str:  # fmt: skip
+    """Why that one is taken of `table_among`, for people: what others would take."""
+    found = lines(collective, _firsts(topology, islands), GPUS, hosts=False)
+    part, kinds = nbytes / min(map(len, islands)), ALGORITHMS[collective.plain]
+    times = {each: min(fixed + part * slope for fixed, slope in forms)
+             for each, forms in found.items() if able(kinds[each]) and kinds[each].levels is None}  # fmt: skip
+    return _before(times, name)
+
+
+def _firsts(topology: Topology, islands: Islands) -> Topology:
+    """One rank of each island."""
     firsts = [topology.ranks[island[0]] for island in islands]
     cores = len(firsts)  # a GPU moves data without them
-    among = Topology(tuple(replace(info, rank=i, cores=cores) for i, info in enumerate(firsts)), topology.setting)
-    fewest = min(map(len, islands))
-    rows = table(collective, among, machine=GPUS, able=able, hosts=False)
-    return [(upper if upper == UNLIMITED else upper * fewest, name) for upper, name in rows]
+    return Topology(tuple(replace(info, rank=i, cores=cores) for i, info in enumerate(firsts)), topology.setting)
 
 
 def look_up(rows: list[tuple[int, str]], nbytes: int) -> str:

@@ -36,6 +36,7 @@ from .executor import Executor, FastPath, OpenGpus
 
 if TYPE_CHECKING:
     from .inspection import Inspection
+    from .parcels import Pair
     from .planner import Explanation
     from .ranges import Ranges
 
@@ -55,23 +56,6 @@ class Owner(Waiter, Protocol):
     def _stuck(self, status: _native.Status) -> None: ...
 
     def _make(self, name: bytes, members: list[int], timeout: float, *, check: bool) -> Pair: ...
-
-
-class Pair(Protocol):
-    """What tagged messages need of the communicator of two ranks on which they go."""
-
-    _engine: _native.Engine
-
-    @property
-    def rank(self) -> int: ...
-
-    def send(self, buf: Any, peer: int, *, async_op: bool) -> Work: ...
-
-    def recv(self, buf: Any, peer: int, *, async_op: bool) -> Work: ...
-
-    def memory(self) -> dict[str, int]: ...
-
-    def close(self) -> None: ...
 
 
 class Rider(Protocol):
@@ -130,25 +114,18 @@ class Core:
         undo.callback(wiring.close)
         self.engine = wiring.engine
         undo.callback(self.engine.close)
-        feedback, ordered = config.compress_feedback, config.reproducible
-        self.compression = Compression(wiring.topology, config.compress, feedback, ordered)
+        ordered = config.reproducible
+        self.compression = Compression(wiring.topology, config.compress, config.compress_feedback, ordered)
         self.planner = Planner(wiring, rank, config.algo, self.compression, ordered)
-        parts = (wiring, diagnosis, self.planner)
-        host = self.host = HostExecutor(owner, *parts, config.timeout)
+        host = self.host = HostExecutor(owner, *(parts := (wiring, diagnosis, self.planner)), config.timeout)
         # Weakly, since the engine must not keep its communicator alive.
         self.engine.set_ops(
             OP_LABELS, DONE, _weakly(owner._stuck), _weakly(diagnosis.interrupted), _weakly(self.log_news)
         )
         diagnosis.attach(self.engine, host.reporter)
         diagnosis.warn_after = config.warn_after
-        self.recorder = FlightRecorder(rank, size, self.engine, self.planner.described, diagnosis.ask)
-        job_id, describe = session.control.unique_id.job_id, self.planner.described
-        on = host_identity(config.host_id)
-        self.activity = Activity(job_id, group, rank, size, on, self.engine, describe)
+        self._record()
         undo.callback(self.activity.close)
-        diagnosis.answers |= self.recorder.answers() | self.activity.answers()
-        if config.sigusr2:
-            listen()
         self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
         self._riders: dict[type[Rider], Rider] = {}
         self._rider_lock = threading.Lock()
@@ -167,6 +144,16 @@ class Core:
             name = group.decode() if group == WORLD else group.hex()[:6]
             log.info("communicator %s: %s", name, wiring.topology.line())
         log.debug("rank %d of %d: %s", rank, size, wiring.topology)
+
+    def _record(self) -> None:
+        """Write down what is called from now on, for who asks: this rank's program, others, and those who watch."""
+        engine, describe, questions = self.engine, self.planner.described, self.diagnosis.questions
+        self.recorder = FlightRecorder(self.rank, self.size, engine, describe, questions.ask)
+        job_id, on = self.session.control.unique_id.job_id, host_identity(self.config.host_id)
+        self.activity = Activity(job_id, self.group, self.rank, self.size, on, engine, describe)
+        questions.answers |= self.recorder.answers() | self.activity.answers()
+        if self.config.sigusr2:
+            listen()
 
     def _leave_unmade(self, kind: type[BaseException] | None, *_: object) -> None:
         """What makes a communicator has failed. Others may have it by now."""
@@ -311,8 +298,8 @@ class Core:
         """See `Communicator.explain`."""
         self.host.check_usable()
         self.log_news()
-        found = self.planner.explain(op, nbytes, compress, self.host.plans.paths)
-        return found._replace(paths=found.paths + self.gpus.describe(), gpus=self.gpus.explain(op, nbytes))
+        found = self.planner.explain(op, nbytes, compress, self.host.plans.paths, self.gpus.explain)
+        return found._replace(paths=found.paths + self.gpus.describe())
 
     def dump(self, most: int) -> str:
         """See `Communicator.dump`."""

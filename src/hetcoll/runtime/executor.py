@@ -17,7 +17,7 @@ from ..config.env import Config
 from ..config.limits import Held
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
-from ..types import Collective
+from ..types import Collective, Format
 from ..work import Work
 
 if TYPE_CHECKING:
@@ -55,9 +55,6 @@ class Executor(Protocol):
 
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """Messages that are under way together; those of this rank to itself match."""
-
-    def explain(self, collective: Collective, nbytes: int) -> str:
-        """For people: how a collective of this size runs."""
 
     def fail(self) -> None:
         """The communicator has failed: nothing may wait, or touch the memory of calls, from now on."""
@@ -222,7 +219,7 @@ class Gpus(Protocol):
     def holds(self) -> Held:
         """What this rank's part in GPU calls holds."""
 
-    def explain(self, op: str, nbytes: int) -> str: ...
+    def explain(self, collective: Collective, nbytes: int, form: Format) -> str: ...
 
     def describe(self) -> tuple[str, ...]: ...
 

@@ -246,10 +246,6 @@ class HostExecutor:
             shape = self.prepare(partial(self.plans.point, ends, seconds, word=word), seconds)
             return self._run(shape, *ends.addresses, word == CHECKSUM, seconds, message.buffer)
 
-    def explain(self, collective: Collective, nbytes: int) -> str:
-        """See `executor.Executor`."""
-        return str(self._planner.explain(collective.label, nbytes, None, self.plans.paths))
-
     def fail(self) -> None:
         """See `executor.Executor`: `Engine.fail` says why, and whoever finds that out has called it."""
 

@@ -57,7 +57,7 @@ def one_way(
     if tag != 0 or (kind == RECV and peer == ANY_SOURCE):
         from . import tags  # few programs use them, and imports count
 
-        return tags.tagged(core, kind, buf, peer, tag, async_op, timeout, stream)
+        return tags.tagged(core, kind, buf, peer, tag, async_op, timeout)
     batch = core.batches.get(threading.get_ident()) if core.batches else None
     if batch is not None:
         if timeout is not None or stream is not None:

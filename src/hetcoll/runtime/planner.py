@@ -27,7 +27,7 @@ from ..plan.algorithms.islands import ISLANDS
 from ..plan.ir import Plan
 from ..plan.machine import Machine
 from ..plan.topology import Islands, Topology, spell_islands
-from ..types import LOGICAL, REDUCING, Collective, ReduceOp
+from ..types import LOGICAL, REDUCING, Collective, Format, ReduceOp
 from .compression import Compression
 
 _KEEP = 1024  # bound plans kept; the least recently used go first
@@ -73,8 +73,8 @@ class Explanation(NamedTuple):
     it is reached, what they did so far, and what is wrong with those that are not used; and of each other rank's GPU,
     once there were calls on GPUs, how data goes there. `compress` says which edges are compressed, and how much that
     makes of float32's bytes, or why none are. `gpus` says what arrays on GPUs would have it do, as float32 and sums,
-    once there were calls on GPUs. `network` says what is taken for the rate and latency of the network between
-    hosts.
+    what would come next and why other ways are not taken, once there were calls on GPUs. `network` says what is taken
+    for the rate and latency of the network between hosts.
     """
 
     collective: str
@@ -232,7 +232,7 @@ class Planner:
         """
         size, forced, kind = self._wiring.topology.size, self._forced.get(collective), collective.plain
         m, inside = len(islands), len(islands) < size
-        if inside and (m == 1 or kind not in AMONG):
+        if self._only_islands(collective, islands):
             if forced is not None:
                 who = f"islands, over {spell_islands(islands)},"
                 raise ArgumentError(
@@ -240,13 +240,9 @@ class Planner:
                     " HETCOLL_ISLANDS with each rank apart ('0|1|...') makes every algorithm possible"
                 )
             return ISLANDS[kind]
-        ordered = self.ordered and collective in REDUCING
-
-        def does(e: Algorithm) -> bool:
-            return e.stretches is None and e.supports(m) and (e.ordered or not ordered)
-
+        does = self._able(collective, m)
         if forced is None:
-            name = self._chosen_among(collective, nbytes, islands, lambda e: does(e) and e.levels is None)
+            name = self._chosen_among(collective, nbytes, islands)
             if inside and name in ("direct", "oneshot" if m == 2 else ""):
                 return ISLANDS[kind]  # which is that one
         elif does(find(collective, forced)):
@@ -255,17 +251,36 @@ class Planner:
             who = f"{size} ranks" if not inside else f"{m} islands of ranks"
             raise ArgumentError(
                 f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {who} with GPUs cannot do"
-                f"{' in the order of ranks' * ordered}:"
+                f"{' in the order of ranks' * (self.ordered and collective in REDUCING)}:"
                 f" wanted {', '.join(name for name, e in ALGORITHMS[kind].items() if does(e))}"
             )
         entry = find(collective, name)
         return among(entry) if inside else entry
 
-    def _chosen_among(
-        self, collective: Collective, nbytes: int, islands: Islands, able: Callable[[Algorithm], bool]
-    ) -> str:
+    def why_on_gpus(self, collective: Collective, nbytes: int, islands: Islands) -> str:
+        """Why `on_gpus` takes that one, for people."""
+        if self._forced.get(collective) is not None:
+            return "asked for"
+        if self._only_islands(collective, islands):
+            return "the only one"
+        name, able = self._chosen_among(collective, nbytes, islands), self._able(collective, len(islands))
+        return tuner.why_among(collective, nbytes, self._wiring.topology, islands, able, name)
+
+    def _only_islands(self, collective: Collective, islands: Islands) -> bool:
+        """Whether there is one plan over islands of ranks that libraries serve, and no choice."""
+        m = len(islands)
+        return m < self._wiring.topology.size and (m == 1 or collective.plain not in AMONG)
+
+    def _able(self, collective: Collective, m: int) -> Callable[[Algorithm], bool]:
+        """Says of an algorithm whether `m` ranks with GPUs, or islands of them, can run it."""
+        ordered = self.ordered and collective in REDUCING
+        return lambda e: e.stretches is None and e.supports(m) and (e.ordered or not ordered)
+
+    def _chosen_among(self, collective: Collective, nbytes: int, islands: Islands) -> str:
+        """The fastest one."""
         key = collective, len(islands)
         if key not in self._tables_among:
+            able = self._able(collective, len(islands))
             self._tables_among[key] = tuner.table_among(collective, self._wiring.topology, islands, able)
         return tuner.look_up(self._tables_among[key], nbytes)
 
@@ -307,9 +322,15 @@ class Planner:
     # Telling.
 
     def explain(
-        self, op: str, nbytes: int, compress: str | None, over: Callable[[Collection[int]], tuple[str, tuple[str, ...]]]
+        self,
+        op: str,
+        nbytes: int,
+        compress: str | None,
+        over: Callable[[Collection[int]], tuple[str, tuple[str, ...]]],
+        on_gpus: Callable[[Collective, int, Format], str],
     ) -> Explanation:
-        """See `Communicator.explain`. `over` gives what carries data to these ranks, and how, in words."""
+        """See `Communicator.explain`. `over` gives what carries data to these ranks, and how, in words; `on_gpus` how
+        a call on GPUs runs."""
         try:
             collective = Collective[op.upper()]
         except (KeyError, AttributeError):
@@ -319,7 +340,10 @@ class Planner:
         topology = self._wiring.topology
         if collective is Collective.P2P:
             carried, paths = over(range(topology.size))
-            return Explanation(collective.label, nbytes, "direct", carried, 1, math.nan, "the only one", paths)
+            gpus = on_gpus(collective, nbytes, Format.NONE)
+            return Explanation(
+                collective.label, nbytes, "direct", carried, 1, math.nan, "the only one", paths, gpus=gpus
+            )
         form, told = self.compression.explain(collective, nbytes, compress)
         forced = self.compressing(collective) if form else self._forced.get(collective)
         if (measured := self._measured(collective)) is not None:
@@ -341,5 +365,5 @@ class Planner:
         carried, paths = over({peer for peer, _ in plan.edges})
         return Explanation(
             collective.label, nbytes, choice.name, carried, channels, choice.seconds, choice.reason, paths, told,
-            network=self._machine.network(topology),
+            gpus=on_gpus(collective, nbytes, form), network=self._machine.network(topology),
         )  # fmt: skip

@@ -52,7 +52,7 @@ def scattered(core: Core, call: Callable[..., object], array: A, async_op: bool,
     return _filled(call, array, like(array, shape[1:]), async_op, op, **options)
 
 
-def exchanged(core: Core, call: Callable[..., object], array: A, async_op: bool, **options: Any) -> A:
+def exchanged(call: Callable[..., object], array: A, async_op: bool, **options: Any) -> A:
     """What `call` receives from all ranks: shaped as `array` where parts are equal, else flat."""
     counts = options["recvcounts"]
     if counts is not None:

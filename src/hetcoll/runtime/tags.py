@@ -26,115 +26,25 @@ from ..calls import RECV, SEND, check_int, check_rank
 from ..calls.buffers import Buffer, read_buffer
 from ..calls.messages import Message
 from ..errors import ArgumentError, ClosedError, HetcollError, PeerLostError
-from ..health.desync_report import Called
 from ..health.diagnosis import Kind
-from ..health.status_report import call_site
 from ..types import ANY_SOURCE, DType
 from ..work import Work
-from .core import Core, Owner, Pair
+from .core import Core, Owner
 from .executor import ROW_BYTES, Row
+from .parcels import SLICE, Pair, Parcel
 from .regroup import name_of, while_whole
 from .worker import Worker
 
 _QUESTION = "tagged messages to you"
 _ASKING = 2.0  # seconds for the answers
 _PAUSES = (100e-6, 5e-3)  # seconds between questions: at first, and at most
-_SLICE = 0.02  # seconds between looks at whether the group has failed
 _REASON = 2.0  # seconds until the news of what became of a rank is there
 _EVER = 7 * 86400.0  # seconds until the other rank uses tags, too
 _CLOSED = "this communicator was closed"
 _HEADER = struct.Struct("<qq16s")  # tag, count, type; under HETCOLL_CHECK a checksum follows
-_NO_CHECKSUM: Row = np.empty(0, np.uint8)
 
 
 Kept = tuple[str, int, "np.ndarray[Any, np.dtype[np.uint8]]", Row]  # a message: type, count, bytes, and its checksum
-
-
-class Parcel(Work):
-    """A send or a receive of a tagged message. `source` is the rank that a complete receive came from."""
-
-    __slots__ = (
-        "_begun",
-        "_box",
-        "_failed",
-        "_inner",
-        "_limit",
-        "_source",
-        "buffer",
-        "checksum",
-        "count",
-        "dtype",
-        "memory",
-        "odd",
-        "tag",
-        "wanted",
-    )
-
-    def __init__(self, box: Mailbox, buffer: Buffer, tag: int, peer: int | None, word: str, limit: float) -> None:
-        self.count, self.dtype, self._limit = buffer.count, buffer.dtype.label, limit
-        where = "any rank" if peer is None else f"rank {peer}"
-        way = "to" if word == "send" else "from"
-        what = f"{word}({self.dtype}, count={self.count}, tag={tag}) {way} {where}"
-        super().__init__(what=str(Called(what, call_site())))
-        self.memory = Buffer(buffer.ptr, buffer.nbytes, DType.UINT8, buffer.owner)
-        self.tag, self.wanted, self._source = tag, peer, ANY_SOURCE
-        self._box = box
-        self._begun = threading.Event()
-        self._inner: tuple[Pair, Work] | None = None
-        self._failed: Exception | None = None
-        self.buffer, self.checksum, self.odd = buffer, _NO_CHECKSUM, ""
-
-    def begin(self, pair: Pair, inner: Work) -> None:
-        """The bytes are on their way."""
-        self._inner = (pair, inner)
-        self._begun.set()
-
-    def end(self, error: Exception | None = None, source: int = ANY_SOURCE) -> None:
-        """It is complete, from `source` where it is a receive, or has failed."""
-        if not self._begun.is_set():
-            self._failed, self._source = error, source
-            self._begun.set()
-
-    def wait(self, timeout: float | None = None) -> None:
-        seconds = self._limit if timeout is None else timeout
-        deadline = time.monotonic() + seconds
-        while not self.done:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self._box.fail_all(Kind.TIMEOUT, -1, f"{self._what} did not finish in {seconds:g} s on {self._box}")
-            elif not self._begun.is_set():
-                self._begun.wait(min(left, _SLICE))
-                self._box.check_coming(self.wanted)
-            elif self._inner is not None:
-                pair, inner = self._inner
-                if (ticket := inner._ticket) is not None:
-                    pair._engine.wait(ticket, min(left, _SLICE))
-        if (error := self.error) is not None:
-            raise error
-
-    @property
-    def done(self) -> bool:
-        if self.error is not None:
-            return True
-        return self._begun.is_set() and (self._inner is None or self._inner[1].done)
-
-    @property
-    def error(self) -> Exception | None:
-        if self._failed is not None:
-            return self._failed
-        inner = None if self._inner is None else self._inner[1]
-        if not self._begun.is_set() or (inner is not None and not inner.done):
-            return self._box.failure()
-        if inner is not None and inner.error is not None:
-            return self._box.explain(inner.error, self)
-        return ArgumentError(self.odd) if self.odd else None
-
-    @property
-    def source(self) -> int:
-        return self._source
-
-    def fits(self, dtype: str, count: int) -> bool:
-        return (dtype, count) == (self.dtype, self.count)
 
 
 class Line:
@@ -162,7 +72,7 @@ class Mailbox:
         self._finder = Worker("hetcoll-tags-from-any")
         self._closed = False
         self._inspection = core.inspection if core.config.check else None
-        core.diagnosis.answers[_QUESTION] = self._sent_to
+        core.diagnosis.questions.answers[_QUESTION] = self._sent_to
 
     def __str__(self) -> str:
         return f"rank {self._core.rank}"
@@ -286,7 +196,7 @@ class Mailbox:
         pause = _PAUSES[0]
         while not parcel.done:
             deserted = self._core.diagnosis.deserted()  # then these are the last answers
-            for rank, sent in self._core.diagnosis.ask(_QUESTION, _ASKING).items():
+            for rank, sent in self._core.diagnosis.questions.ask(_QUESTION, _ASKING).items():
                 with self._mutex:
                     line = self._line(rank) if isinstance(sent, int) and sent else None
                     if line is None or sent <= max(line.read, line.awaited):
@@ -337,7 +247,7 @@ class Mailbox:
         """Wait as long as the group is whole. Not by `Work.wait`: no call of the program is stuck here."""
         ticket = work._ticket
         assert ticket is not None, "it is not done"
-        while (status := pair._engine.wait(ticket, _SLICE)) is _native.Status.TIMED_OUT:
+        while (status := pair._engine.wait(ticket, SLICE)) is _native.Status.TIMED_OUT:
             self._check()
         if status is not _native.Status.DONE:
             raise work.error or self._gone()
@@ -368,7 +278,7 @@ class Mailbox:
         """What the group has failed with, where two ranks of it had this `error`, which has their numbers as a pair."""
         deadline = time.monotonic() + _REASON
         while isinstance(error, HetcollError) and self.failure() is None and time.monotonic() < deadline:
-            time.sleep(_SLICE)  # the news of what became of a rank is on its way
+            time.sleep(SLICE)  # the news of what became of a rank is on its way
         if (known := self.failure()) is not None:
             return known
         peer = -1 if parcel.wanted is None else parcel.wanted
@@ -408,7 +318,7 @@ class Mailbox:
     def leave(self) -> None:
         sent = [self._sent_to(rank) for rank in range(self._core.size)]
         if any(sent) and not self._core.engine.failed:
-            self._core.diagnosis.leave_answers(_QUESTION, sent)
+            self._core.diagnosis.questions.leave_answers(_QUESTION, sent)
         self._closed = True
         for line in self._lines.values():
             if line.pair is not None:
@@ -424,9 +334,7 @@ class Mailbox:
             line.reader.close()
 
 
-def tagged(
-    core: Core, kind: int, buf: Any, peer: int, tag: int, async_op: bool, timeout: float | None, stream: object
-) -> Work:
+def tagged(core: Core, kind: int, buf: Any, peer: int, tag: int, async_op: bool, timeout: float | None) -> Work:
     """One half of a message with a tag, `kind` is SEND or RECV: see `Communicator.send` and `recv`."""
     if core.in_group():
         raise ArgumentError("group(): wanted messages without tags, got one with a tag: those wait for no others")

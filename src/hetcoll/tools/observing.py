@@ -49,7 +49,7 @@ class Observer:
         return self.survey(ACTIVITY, seconds)
 
     def survey(self, question: str, seconds: float) -> list[Told]:
-        """What all processes of the job answer to `question` (`Diagnosis.answers`) within so many seconds.
+        """What all processes of the job answer to `question` (`Questions.answers`) within so many seconds.
 
         InitError where the store does not answer, PeerLostError where it has ended or was lost.
         """

@@ -74,7 +74,7 @@ class Sources:
         self._latest = comm.rank
         self._worker = Worker("hetcoll-any-source")
         sent = self._sent
-        self._diagnosis.answers[_QUESTION] = lambda asker: sent[asker]
+        self._diagnosis.questions.answers[_QUESTION] = lambda asker: sent[asker]
 
     def sending(self, dest: int) -> None:
         """A send to `dest` is about to start: it counts before it can wait for the receiver."""
@@ -106,7 +106,7 @@ class Sources:
         while True:
             if self._comm.error is not None:
                 raise self._comm.error
-            told = self._diagnosis.ask(_QUESTION, _ASKING)
+            told = self._diagnosis.questions.ask(_QUESTION, _ASKING)
             with self._mutex:
                 ready = [rank for rank, sent in told.items() if isinstance(sent, int) and sent > self._received[rank]]
                 if ready:
@@ -151,7 +151,7 @@ class Sources:
     def leave(self) -> None:
         """Before the communicator is closed: others may yet receive what was sent."""
         if any(self._sent) and self._comm.error is None:
-            self._diagnosis.leave_answers(_QUESTION, self._sent)
+            self._diagnosis.questions.leave_answers(_QUESTION, self._sent)
 
     def close(self) -> None:
         """End the thread; the communicator must have been closed or aborted."""

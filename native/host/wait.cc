@@ -1,0 +1,127 @@
+// How the engine waits: for whom, for how long by yielding, and asleep.
+#include <poll.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/clock.h"
+#include "host/engine.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may finish our task while we sleep
+// Where a GPU must be awaited, which rings no bell: an eighth of the time that it has been awaited.
+constexpr std::int64_t kShortestNapNs = 20'000;
+constexpr std::int64_t kLongestNapNs = 1'000'000;
+constexpr std::int64_t kYieldNs = 200'000;  // between spinning and sleeping
+// The same where a GPU copies what is waited for: some 700 MB between two of them. A sleeper comes back 30 us late.
+constexpr std::int64_t kCopyYieldNs = 2'000'000;
+// Where ranks take turns on a core, each may copy and add that much before the next one runs, at 2 GB/s. To be waited
+// for by yielding: sleepers come back late where nobody sleeps for long.
+constexpr std::size_t kMostTurnBytes = std::size_t{1} << 20;
+constexpr std::int64_t kMostYieldNs = 10'000'000;
+
+}  // namespace
+
+// Tells the ranks of this host on which core this one runs.
+void Engine::NoteCore() {
+  const int core = own_bell_ == nullptr ? -1 : sched_getcpu();
+  if (core == core_) return;
+  core_ = core;
+  own_bell_->core.store(static_cast<std::uint32_t>(core) + 1, std::memory_order_relaxed);
+}
+
+Engine::Wait Engine::WaitsFor(const Task& task) {
+  NoteCore();
+  const std::uint32_t own = static_cast<std::uint32_t>(core_) + 1;  // 0, which no rank has, where we have no bell
+  Wait found;
+  task.ForEachBlocked([&](const BoundStep& s) {
+    if (s.peer < 0) return;
+    const ShmDoorbell* bell = links_.rx(s.peer, s.channel).doorbell;
+    found.far |= bell == nullptr;
+    found.own_core |= bell != nullptr && own > 0 && bell->core.load(std::memory_order_relaxed) == own;
+  });
+  return found;
+}
+
+bool Engine::WaitsFar() {
+  const auto far = [this](const std::shared_ptr<Task>& task) { return WaitsFor(*task).far; };
+  return (!collectives_.empty() && far(collectives_.front())) || std::any_of(p2p_.begin(), p2p_.end(), far);
+}
+
+// How long to yield before sleeping.
+std::int64_t Engine::YieldNs() const {
+  if (windows_ != nullptr && spin_ns_ > 0 && windows_->Copying()) return kCopyYieldNs;
+  if (!options_.oversubscribed || segment_ == nullptr || collectives_.empty()) return kYieldNs;
+  const std::size_t turn = std::min(collectives_.front()->bytes(), kMostTurnBytes);
+  return std::min(kYieldNs + static_cast<std::int64_t>(turn / 2) * segment_->layout().local_size, kMostYieldNs);
+}
+
+// Whoever waits does so in slices: only the first look since the last move counts.
+void Engine::NoteStill(std::int64_t now) {
+  const std::uint64_t moves = moves_.load(std::memory_order_relaxed);
+  if (still_ns_.load(std::memory_order_relaxed) != 0 && moves == still_moves_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  still_moves_.store(moves, std::memory_order_relaxed);
+  still_ns_.store(now, std::memory_order_relaxed);
+}
+
+void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::int64_t idle) {
+  if (own_bell_ != nullptr) {
+    own_bell_->sleeping.store(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (PassAll()) {  // what came before the flag could be seen rings no bell
+      if (sleepers_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
+      return;
+    }
+  }
+  naps_.store(naps_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  std::vector<pollfd> fds{{doorbell_.fd(), POLLIN, 0}};
+  bool silent = false;
+  const auto add = [&](const std::shared_ptr<Task>& task) {
+    task->ForEachBlocked([&](const BoundStep& s) {
+      if (s.peer < 0 || !task->Ready(s)) return;
+      if (s.op == Op::kSend) {
+        links_.tx(s.peer, s.channel).end->AddPoll(fds);
+        silent |= links_.tx(s.peer, s.channel).end->Silent();
+      } else {
+        links_.rx(s.peer, s.channel).end->AddPoll(fds);
+        silent |= links_.rx(s.peer, s.channel).end->Silent();
+      }
+    });
+  };
+  if (!collectives_.empty()) add(collectives_.front());
+  std::for_each(p2p_.begin(), p2p_.end(), add);
+  if (windows_ != nullptr) {
+    windows_->AddPoll(links_, fds);
+    silent |= windows_->Silent();
+  }
+  // Who begins a transfer rings, and so does who leaves while the engine's own thread sleeps.
+  const bool serves = windows_ != nullptr && NoTasks() && drivers_.load() == 0;
+  const bool shared = !serves && (drivers_.load() > 1 || background_driving_);
+  std::int64_t slice = shared ? kSharedSleepSliceNs : options_.sleep_slice_ns;
+  if (silent) slice = std::min(slice, std::clamp(idle / 8, kShortestNapNs, kLongestNapNs));
+  const std::int64_t wait = std::clamp<std::int64_t>(until - NowNs(), 0, slice);
+  const unsigned generation = generation_;
+  ++sleepers_;
+  lock.unlock();
+  const timespec timeout{wait / 1'000'000'000, wait % 1'000'000'000};
+  static_cast<void>(ppoll(fds.data(), fds.size(), &timeout, nullptr));
+  lock.lock();
+  // The bell is for all who sleep, but silent once one has looked, and who sleeps then sleeps on: so it is rung for
+  // them. While it is, it is nothing new for those who went to sleep since.
+  const bool rung = doorbell_.Drain();
+  if (generation != generation_) {
+    --woken_;
+  } else if (--sleepers_; rung && woken_ == 0) {
+    woken_ = std::exchange(sleepers_, 0);
+    ++generation_;
+  }
+  if (own_bell_ != nullptr && sleepers_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
+  if (woken_ > 0) doorbell_.Ring();
+}
+
+}  // namespace hetcoll

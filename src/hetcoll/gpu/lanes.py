@@ -1,0 +1,60 @@
+"""What runs calls on a GPU beside their buffers: streams, and memory for what passes through."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import hetcoll._native as _native
+
+if TYPE_CHECKING:
+    from ..vendors.devices.base import Device
+
+
+class Lanes:
+    """Of one queue, or of all that graphs have captured of it. `streams` are its lanes', of this `priority`; `staging`
+    holds messages that are added on arrival, of up to `slot_bytes`."""
+
+    def __init__(self, device: Device, slot_bytes: int, priority: int = 0) -> None:
+        self._device, self.streams = device, list[int]()
+        self._scratch_bytes = 0
+        with contextlib.ExitStack() as undo:
+            for _ in range(_native.DEVICE_LANES):
+                self.streams.append(device.stream(priority))
+                undo.callback(device.destroy_stream, self.streams[-1])
+            self.staging = device.allocate(_native.STAGED_MESSAGES * slot_bytes)
+            undo.callback(device.free, self.staging)
+            self._undo = undo.pop_all()
+
+    def scratch(self, nbytes: int) -> int | None:
+        """New scratch memory for plans that need so much, at least twice as much as before; None where what there is
+        suffices. The old one stays until `close`: streams may still use it, and graphs know it."""
+        if nbytes <= self._scratch_bytes:
+            return None
+        self._scratch_bytes = max(nbytes, 2 * self._scratch_bytes)
+        found = self._device.allocate(self._scratch_bytes)
+        self._undo.callback(self._device.free, found)
+        return found
+
+    def close(self) -> None:
+        """Give everything back. Nothing may be under way, and no graph may be replayed any more."""
+        self._undo.close()
+
+
+class SideStream:
+    """A stream for calls that no stream of the user's waits for, of this `priority`."""
+
+    def __init__(self, device: Device, priority: int = 0) -> None:
+        self._device = device
+        self._stream, self._begun = device.stream(priority), device.event()
+
+    def behind(self, stream: int) -> int:
+        """It, on which what comes from now on begins after what is on `stream` now."""
+        self._device.record(self._begun, stream)
+        self._device.wait(self._stream, self._begun)
+        return self._stream
+
+    def close(self) -> None:
+        """Give it back. Nothing may be under way."""
+        self._device.destroy_stream(self._stream)
+        self._device.destroy_event(self._begun)
