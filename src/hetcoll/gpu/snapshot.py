@@ -69,7 +69,7 @@ class GpuSnapshot(Snapshot):
         return replace(self._buffer, ptr=int(data.ctypes.data), owner=data, device="cpu", index=0, stream=None)
 
     def _free(self) -> None:
-        with contextlib.suppress(DeviceError), self._device.active():
+        with contextlib.suppress(DeviceError), self._device.active():  # a GPU that has failed takes nothing back
             if self._at:
                 self._device.free_host(self._at)
             if self._event:

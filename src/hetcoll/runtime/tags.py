@@ -322,7 +322,7 @@ class Mailbox:
         self._closed = True
         for line in self._lines.values():
             if line.pair is not None:
-                with contextlib.suppress(HetcollError):
+                with contextlib.suppress(HetcollError):  # whoever waits is told what the group failed with
                     line.pair.close()
             elif line.give_up is not None:  # the other rank has not used tags: ends the wait for it
                 line.give_up(_CLOSED)
