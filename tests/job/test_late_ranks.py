@@ -197,4 +197,4 @@ def test_slow_is_not_stuck(launch: Launch) -> None:
     count, took = 1 << 14, 0.0  # a busy machine needs a minute for what an idle one does in seconds: from short to long
     while took < 4.5:  # it must go on for longer than it takes to look twice
         took = min(ranks.run(slowly_but_surely, count, timeout=60))
-        count *= 2
+        count *= min(8, max(2, int(6.0 / took)))
