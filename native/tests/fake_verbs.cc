@@ -510,6 +510,7 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   }
   qp.nic->bytes += total;
   qp.nic->down |= qp.nic->bytes >= qp.nic->down_from;
+  qp.nic->stalled |= qp.nic->bytes >= qp.nic->stalled_from;
   if (!op.immediate) return ibv::WcStatus::kSuccess;
   --to.receives;
   ibv::Wc wc{};
@@ -554,11 +555,13 @@ void Fabric::Loop() {
       continue;
     }
     if (!options_.overtake) {
-      for (FakeQp* qp : ready) Deliver(*qp);
+      for (FakeQp* qp : ready) {
+        if (!qp->nic->stalled) Deliver(*qp);
+      }
       continue;
     }
     FakeQp& qp = *ready[random_() % ready.size()];
-    for (std::uint32_t i = random_() % 8; !qp.sending.empty(); --i) {
+    for (std::uint32_t i = random_() % 8; !qp.sending.empty() && !qp.nic->stalled; --i) {
       Deliver(qp);
       if (i == 0) break;
     }
