@@ -1,0 +1,19 @@
+"""Processes in which a store is hosted, and looked for, more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hetcoll.rendezvous import bootstrap as rendezvous
+from hetcoll.rendezvous.store import server as store
+
+
+@pytest.fixture
+def clean_slate() -> Iterator[None]:
+    """Each test is a process of its own, as far as stores go."""
+    yield
+    for server in list(store._hosted.values()):
+        server.close()
+    rendezvous._found.clear()
