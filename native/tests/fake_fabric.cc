@@ -139,6 +139,7 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   }
   qp.nic->bytes += total;
   qp.nic->down |= qp.nic->bytes >= qp.nic->down_from;
+  qp.nic->stalled |= qp.nic->bytes >= qp.nic->stalled_from;
   if (!op.immediate) return ibv::WcStatus::kSuccess;
   --to.receives;
   ibv::Wc wc{};

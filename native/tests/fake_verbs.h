@@ -42,15 +42,16 @@ struct FakeNic : ibv::Context {
   ibv::Pd pd{};
   int number = 0;
   // What goes wrong; under the fabric's lock.
-  bool down = false;                            // nothing comes through
-  std::uint64_t down_from = ~std::uint64_t{0};  // bytes sent, from which on it is down
-  bool stalled = false;                         // it does not even say so
-  bool corrupt = false;                         // a byte of what it sends changes on the way
-  std::int64_t corrupt_after = -1;              // frames until one is sent of which a byte changes
-  std::size_t corrupt_byte = 0;                 // which, from the end; a shorter frame's first
-  std::int64_t fail_after = -1;                 // requests until one fails
-  bool fail_delivered = false;                  // though it was delivered
-  std::int64_t skip_after = -1;                 // requests until one is not delivered, and said to be
+  bool down = false;                               // nothing comes through
+  std::uint64_t down_from = ~std::uint64_t{0};     // bytes sent, from which on it is down
+  bool stalled = false;                            // it does not even say so
+  std::uint64_t stalled_from = ~std::uint64_t{0};  // bytes sent, from which on it is stalled
+  bool corrupt = false;                            // a byte of what it sends changes on the way
+  std::int64_t corrupt_after = -1;                 // frames until one is sent of which a byte changes
+  std::size_t corrupt_byte = 0;                    // which, from the end; a shorter frame's first
+  std::int64_t fail_after = -1;                    // requests until one fails
+  bool fail_delivered = false;                     // though it was delivered
+  std::int64_t skip_after = -1;                    // requests until one is not delivered, and said to be
   ibv::WcStatus fail_status = ibv::WcStatus::kRetryExcErr;
   std::int64_t refuse_after = -1;                // requests until post_send refuses
   std::size_t largest_packet = ~std::size_t{0};  // bytes of payload that the network takes from it

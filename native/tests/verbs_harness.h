@@ -69,7 +69,7 @@ inline constexpr std::int64_t kSoonNs = 1'000'000;
 
 inline void Repair(FakeNic& nic) {
   nic.down = nic.stalled = nic.corrupt = false;
-  nic.down_from = ~std::uint64_t{0};
+  nic.down_from = nic.stalled_from = ~std::uint64_t{0};
   nic.fail_after = nic.refuse_after = -1;
   nic.queue_pairs_left = nic.registrations_left = 1 << 20;
 }

@@ -272,30 +272,44 @@ void BothPutWhileCablesAreCut() {
   }
 }
 
+// The NICs of a rank stall in the middle of what is to come, so that it cannot end before they are told to go on.
+void StallSoon(Job& job, int first) {
+  for (int n = first; n < first + 2; ++n) {
+    job.fabric().Change(n, [](FakeNic& nic) { nic.stalled_from = nic.bytes + 2 * kPieceBytes; });
+  }
+}
+
+bool Stalled(Job& job, int first) {
+  int stalled = 0;
+  for (int n = first; n < first + 2; ++n) job.fabric().Change(n, [&](FakeNic& nic) { stalled += nic.stalled ? 1 : 0; });
+  return stalled == 2;
+}
+
+void RepairBoth(Job& job, int first) {
+  for (int n = first; n < first + 2; ++n) job.fabric().Change(n, Repair);
+}
+
 // A window that is closed while it is written is its owner's again when it has settled, and then written no more: the
 // peer stops by itself, or it hangs and loses its rails.
 void ClosedWhileWritten() {
   for (const bool hangs : {false, true}) {
     Windowed both({.rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true}});
-    for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 1000; });
+    StallSoon(both.job(), 0);
     const Bytes src = Pattern(kBytes, 9), before = both.windows[1];
-    const std::uint64_t bytes = both.job().fabric().bytes(0);
     const auto put = both.Put(0, src.data(), Shuffled(1));
-    CHECK(Within(kPatience, [&] { return both.job().fabric().bytes(0) > bytes + 2 * kPieceBytes; }), "under way");
-    if (hangs) {
-      for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.stalled = true; });
-    }
+    CHECK(Within(kPatience, [&] { return Stalled(both.job(), 0); }), "under way");
     both.engine(1).AskWindows([](Windows& w) { w.Close(kWindow); });
+    CHECK(!both.IsSettled(1) && !both.registered(1).End(), "NICs may write it");
     if (hangs) {
-      CHECK(!both.IsSettled(1) && !both.registered(1).End(), "NICs may write it");
       both.engine(1).RevokeWindow(kWindow);
+    } else {
+      RepairBoth(both.job(), 0);
     }
     CHECK(Within(kPatience, [&] { return both.IsSettled(1); }), "%s", Links(both.engine(1)).c_str());
     CHECK(both.registered(1).End(), "nobody writes it");
     const Bytes closed = both.windows[1];
-    CHECK(closed != before || hangs, "some of it came");
-    for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, Repair);
-    for (int n = 0; n < 2; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 0; });
+    CHECK(closed != before, "some of it came");
+    RepairBoth(both.job(), 0);
     CHECK(!Wait(both.engine(0), put) && put->refused == static_cast<int>(Refusal::kClosed), "refused: %d, %s",
           put->refused, both.Failures().c_str());
     const auto late = both.Put(0, src.data(), Shuffled(2));
@@ -312,24 +326,21 @@ void ClosedWhileWritten() {
 void ClosedWhileRead() {
   for (const bool hangs : {false, true}) {
     Windowed both({.rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true, .resends = true}});
-    for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 1000; });
+    StallSoon(both.job(), 2);
     const Bytes before = both.windows[1];
-    const std::uint64_t bytes = both.job().fabric().bytes(2);
     const auto get = both.Get(0, both.windows[0].data(), Shuffled(1));
-    CHECK(Within(kPatience, [&] { return both.job().fabric().bytes(2) > bytes + 2 * kPieceBytes; }), "under way");
-    if (hangs) {
-      for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.stalled = true; });
-    }
+    CHECK(Within(kPatience, [&] { return Stalled(both.job(), 2); }), "under way");
     both.engine(1).AskWindows([](Windows& w) { w.Close(kWindow); });
+    CHECK(!both.IsSettled(1) && !both.registered(1).End(), "NICs read it");
     if (hangs) {
-      CHECK(!both.IsSettled(1) && !both.registered(1).End(), "NICs read it");
       both.engine(1).RevokeWindow(kWindow);
+    } else {
+      RepairBoth(both.job(), 2);
     }
     CHECK(Within(kPatience, [&] { return both.IsSettled(1); }), "%s", Links(both.engine(1)).c_str());
     CHECK(both.registered(1).End(), "nobody reads it");
     std::fill(both.windows[1].begin(), both.windows[1].end(), std::byte{7});  // whose it is again
-    for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, Repair);
-    for (int n = 2; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 0; });
+    RepairBoth(both.job(), 2);
     CHECK(Wait(both.engine(0), get), "refused: %d, %s", get->refused, both.Failures().c_str());
     CHECK(both.windows[0] == before, "what was in it");
     CHECK((Counter(both.engine(1), "lost_rails") > 0) == hangs, "%s", Links(both.engine(1)).c_str());

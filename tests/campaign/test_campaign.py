@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 from resetting import own_connections
-from thorough import parametrize
+from thorough import HOUSE, parametrize
 
 from .lanes import campaign
 from .program import NETWORK, draw
@@ -48,6 +48,7 @@ def test_right_results_or_the_right_errors_and_nothing_left(part: int) -> None:
     play(range(part, SEEDS, PARTS))
 
 
+@HOUSE
 def test_the_same_where_it_went_wrong_once() -> None:
     play(FOUND * 4)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from installed import import_torch
 from patience import DEADLINE
-from thorough import parametrize
+from thorough import HOUSE, parametrize
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -32,6 +32,8 @@ import staying  # noqa: E402
 import training  # noqa: E402
 import worker  # noqa: E402
 from places import Place  # noqa: E402
+
+pytestmark = HOUSE
 
 LIMITS = {
     "memcpy_gbs": {"65536": {"one": 40.0, "both": 32.0}, "1048576": {"one": 20.0, "both": 10.0}},

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 from patience import DEADLINE
+from thorough import HOUSE
 
 from hetcoll.cli import deploy
+
+pytestmark = HOUSE
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "packaging/Containerfile"

@@ -21,13 +21,15 @@ from pathlib import Path
 import pytest
 from definitions import defines, python_names
 from installed import need_jax, need_ray, torch_folder
-from thorough import parametrize
+from thorough import HOUSE, parametrize
 
 import hetcoll
 from hetcoll import errors
 from hetcoll.cli import build_parser
 from hetcoll.config import env
 from hetcoll.plan.algorithms import ALGORITHMS
+
+pytestmark = HOUSE
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -7,6 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from thorough import HOUSE
+
+pytestmark = HOUSE
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = "hetcoll-1.0-cp312-abi3-manylinux_2_28_aarch64.whl"

@@ -17,11 +17,14 @@ from xml.etree import ElementTree
 
 import pytest
 from patience import DEADLINE
+from thorough import HOUSE
 
 import hetcoll
 from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.plan.ir import Op
 from hetcoll.types import Collective
+
+pytestmark = HOUSE
 
 ROOT = Path(__file__).parents[2]
 API = sorted((ROOT / "docs/api").glob("*.md"))

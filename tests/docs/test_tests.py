@@ -7,6 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from thorough import HOUSE
+
+pytestmark = HOUSE
+
 TESTS = Path(__file__).resolve().parents[1]
 
 

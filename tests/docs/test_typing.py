@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from patience import DEADLINE
+from thorough import HOUSE
 
 import hetcoll
+
+pytestmark = HOUSE
 
 PROGRAM = Path(__file__).with_name("typed_program.py")
 WRONG = {n for n, line in enumerate(PROGRAM.read_text().splitlines(), 1) if line.endswith("# wrong")}

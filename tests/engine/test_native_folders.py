@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from patience import DEADLINE
+from thorough import HOUSE
+
+pytestmark = HOUSE
 
 ROOT = Path(__file__).resolve().parents[2]
 CMAKE = shutil.which("cmake") or shutil.which("cmake", path=Path(sys.executable).parent) or ""

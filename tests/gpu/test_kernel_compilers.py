@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
-from thorough import parametrize
+from thorough import HOUSE, parametrize
 
 from hetcoll.errors import DeviceError
 from hetcoll.vendors.devices import cuda
 from hetcoll.vendors.devices.kernels import modules, source
+
+pytestmark = HOUSE
 
 SECONDS = 600  # a compiler has what a test has: a dozen seconds of a processor, which others may want, too
 # Clang by its version: 17 knows gfx942. The options are hipRTC's, without the headers and libraries of ROCm.

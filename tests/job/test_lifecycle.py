@@ -204,9 +204,9 @@ def join_and_count(job: Job) -> tuple[int, int, float]:
 
 @pytest.mark.calm
 @pytest.mark.slow
-def test_256_ranks(launch: Launch) -> None:
+@parametrize("size", [64, 256], first=1, whole=True)
+def test_many_ranks(launch: Launch, size: int) -> None:
     """One request more than with few ranks, for the names of this host's processes, and bytes for each other rank."""
-    size = 256
     few, found = (launch(n, join=False).run(join_and_count, timeout=100) for n in (3, size))
     assert 0 < max(row[0] for row in found) <= max(row[0] for row in few) + 1
     assert max(row[1] for row in found) / size <= max(row[1] for row in few) / 3

@@ -11,10 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from calls import f32
 from patience import DEADLINE
 from ranks import Ranks, wait_until
 
@@ -23,10 +22,6 @@ from hetcoll.config.env import Config
 from hetcoll.config.process import configure
 
 Launch = Callable[..., Ranks]
-
-
-def f32(count: int) -> Any:
-    return np.ones(count, np.float32)
 
 
 def calls_and_dump(comm: hetcoll.Communicator) -> tuple[str, str]:

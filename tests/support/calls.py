@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import hetcoll
 
 LINKS = pytest.mark.parametrize("transport", ["auto", "tcp"])
+
+
+def f32(count: int) -> Any:
+    return np.ones(count, np.float32)
 
 
 def add(comm: hetcoll.Communicator, count: int = 4) -> float:

@@ -1,6 +1,5 @@
-"""Which cases of a test `make test` runs. The others show the same of more: `make test-all` runs all, CI an eighth.
-
-Where they are `whole` CI runs all, too."""
+"""Which tests, and which cases of a test, `make test` runs. The other cases show the same of more: `make test-all` runs
+all, CI an eighth. Where they are `whole` CI runs all, too."""
 
 from __future__ import annotations
 
@@ -10,6 +9,10 @@ from typing import Any
 import pytest
 
 _Row = type(pytest.param())
+
+HOUSE = pytest.mark.thorough(whole=True)
+"""What holds this repository to its own rules, documents and benchmarks, and kernels to compilers for devices that are
+not here: CI runs it with each commit. `make test` shows that the library works on the machine at hand."""
 
 
 def parametrize(

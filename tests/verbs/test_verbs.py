@@ -16,6 +16,7 @@ from ranks import wait_until
 
 pytestmark = [
     pytest.mark.verbs,
+    pytest.mark.thorough(whole=True),
     pytest.mark.usefixtures("guests"),
     pytest.mark.timeout(2 * SECONDS + 60),
 ]

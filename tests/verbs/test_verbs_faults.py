@@ -7,6 +7,7 @@ from guests import SECONDS, run_suites
 
 pytestmark = [
     pytest.mark.verbs,
+    pytest.mark.thorough(whole=True),
     pytest.mark.usefixtures("guests"),
     pytest.mark.timeout(2 * SECONDS + 60),
 ]

@@ -11,7 +11,13 @@ import fakes
 import pytest
 from guests import FOLDER, PATHS, SECONDS, run_hosts, run_suites
 
-pytestmark = [pytest.mark.calm, pytest.mark.verbs, pytest.mark.fakes, pytest.mark.timeout(2 * SECONDS + 60)]
+pytestmark = [
+    pytest.mark.calm,
+    pytest.mark.verbs,
+    pytest.mark.fakes,
+    pytest.mark.thorough(whole=True),
+    pytest.mark.timeout(2 * SECONDS + 60),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
