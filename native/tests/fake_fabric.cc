@@ -184,11 +184,13 @@ void Fabric::Loop() {
       continue;
     }
     if (!options_.overtake) {
-      for (FakeQp* qp : ready) Deliver(*qp);
+      for (FakeQp* qp : ready) {
+        if (!qp->nic->stalled) Deliver(*qp);
+      }
       continue;
     }
     FakeQp& qp = *ready[random_() % ready.size()];
-    for (std::uint32_t i = random_() % 8; !qp.sending.empty(); --i) {
+    for (std::uint32_t i = random_() % 8; !qp.sending.empty() && !qp.nic->stalled; --i) {
       Deliver(qp);
       if (i == 0) break;
     }
