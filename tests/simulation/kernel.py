@@ -266,8 +266,8 @@ class Kernel:
     # What the player calls, whose thread is none of the simulated ones.
 
     def run(self, until: Callable[[], bool], limit: float) -> None:
-        """Let threads run until `until`, which is looked at when a process or a thread has ended, or for `limit` virtual
-        seconds."""
+        """Let threads run until `until`, which is looked at when a process or a thread has ended, or for `limit`
+        virtual seconds."""
         self._until, self._limit, self.less = until, self.now + limit, True
         if not self._main.locked():
             self._main.acquire()

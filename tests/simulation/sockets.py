@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .kernel import Queue, World, process
-from .network import POLLERR, POLLHUP, POLLIN, POLLOUT, File, Network
+from .network import POLLIN, POLLOUT, File, Network
 
 AF_INET, AF_UNIX = real.AF_INET, real.AF_UNIX
 EVENT_READ, EVENT_WRITE = real_selectors.EVENT_READ, real_selectors.EVENT_WRITE

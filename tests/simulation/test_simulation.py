@@ -20,6 +20,7 @@ FOUND = {
     ),
     "kill": (86,),  # a relay looked for a store that was gone, closed or not
     "reset": (1000452,),  # a second welcome took the place of an answer
+    "stop": (13, 56),  # a successor that others had passed over woke, and served as well
     "vanish": (663, 728),  # a successor passed by one that was about to notice
 }
 """What failed once, by what was done."""
