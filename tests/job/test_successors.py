@@ -31,11 +31,11 @@ def test_a_job_that_goes_on_knows_its_successors_though_a_newcomer_has_not_answe
     successors.begin()
     for member in (host, rank, newcomer):
         op, body = member.told[-1]
-        assert (op, unpack(body)) == (Op.SUCCESSORS, [U32.pack(2), b"where rank 1 listens"]), "of no group"
+        assert (op, unpack(body)) == (Op.SUCCESSORS, [U32.pack(1), b"where rank 1 listens"]), "of no group"
     successors.stand(newcomer, 0, b"", b"where it does")
     assert unpack(rank.told[-1][1])[1:] == [b"where rank 1 listens", b"where it does"]
     newcomer.ranks[b"larger"] = 2
     successors.add(newcomer)
     for action in later:
         action()
-    assert unpack(rank.told[-1][1])[0] == U32.pack(3), "or two parts of it might both be more than half of the old one"
+    assert unpack(rank.told[-1][1])[0] == U32.pack(2), "or two parts of it might both be more than half of the old one"

@@ -27,7 +27,7 @@ SECONDS = 30.0  # in which a successor is found
 _GREETS = 3.0  # seconds that one which listens is given at a time: it may have yet to notice
 _STILL_GREETS = 1.0  # seconds that the lost store is given: its port may have gone to a stranger since
 _REFUSES = 1.0  # seconds in which the listener of a process that died is gone, too
-_UNSURE_GRACE = 15.0  # seconds between the first and the last who notice that a host has vanished
+_UNSURE_GRACE = 15.0  # seconds between the first and the last who notice that a host has vanished; a successor gives up
 
 assert _STILL_GREETS + _REFUSES < GRACE, "who looks there first comes too late"
 
@@ -77,7 +77,8 @@ class Succession:
         return self.places
 
     def hear(self, body: bytes) -> None:
-        """What the store tells all members: how many they are, and where its successors listen; nothing: as before."""
+        """What the store tells all members: how many of the job's processes it is not in, and where its successors
+        listen; nothing: as before."""
         self._certain = True
         if body:
             self.told, (count, *places) = body, unpack(body)
@@ -97,14 +98,15 @@ class Succession:
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
+        gone = end.orderly or self._certain  # the lost store's own process, which else may come, too
         patient = not self._certain
         while not stopped():
             silent = False
-            for places in self._order:
+            for number, places in enumerate(self._order):
                 if places == self._mine:
                     if silent and patient:  # where the store fell silent some notice it later than others
                         break
-                    return self._take_over(lost)
+                    return self._take_over(lost, self._count + (not gone), self._order[number + 1 :])
                 there = replace(lost, addresses=places)
                 found = _look(there, _GREETS)
                 if found is _Found.SERVES:
@@ -115,9 +117,11 @@ class Succession:
             patient = False
         return None
 
-    def _take_over(self, lost: UniqueId) -> UniqueId:
-        """Serve the job, also where it was served before if that is here: newcomers look there."""
-        from .store.server import StoreServer  # few processes need it, and imports count
+    def _take_over(self, lost: UniqueId, processes: int, others: list[Places]) -> UniqueId:
+        """Serve the job of so many processes, also where it was served before if that is here: newcomers look there.
+        `others` are successors that come after this one."""
+        from .store.returns import Claim  # few processes need them, and imports count
+        from .store.server import StoreServer
 
         listeners, self._listeners = self._listeners, []
         taken = replace(lost, addresses=self._mine)
@@ -128,7 +132,8 @@ class Succession:
                 log.info("newcomers will not find the store at %s: %s", spell_address(address), error)
         context, (opened, tls), linger = self._charge
         listeners += announce(lost.job_id)
-        quorum = 1 if self._certain else self._count // 2 + 1
+        rivals = tuple(others) if self._certain else None
+        claim = Claim(processes // 2 + 1, rivals, _UNSURE_GRACE, GRACE if self._certain else _UNSURE_GRACE)
         log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
         StoreServer(
             listeners,
@@ -137,7 +142,7 @@ class Succession:
             taken.to_bytes(),
             open_fetch=bool(opened),
             linger=F64.unpack(linger)[0],
-            succeeds=(quorum, GRACE if self._certain else _UNSURE_GRACE),
+            succeeds=claim,
             tls=bool(tls),
         )
         self._mine, self.hosts = (), True

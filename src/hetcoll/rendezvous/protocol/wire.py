@@ -73,7 +73,8 @@ class Op(IntEnum):
     BEAT = 78  # from a relay, now and then: it is there
     STAND = 79  # this process is to be a successor: the context of its greeting, 1 where it hands out the unique id,
     # seconds to wait at exit
-    SUCCESSORS = 80  # how many members there are, where each successor listens; nothing: as before
+    SUCCESSORS = 80  # how many of the job's processes the store is not in, where each successor listens; nothing: as
+    # before
 
 
 class Status(IntEnum):
