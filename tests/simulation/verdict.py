@@ -16,6 +16,7 @@ _PROMPT = {"calm", "reset", "leave", "mismatch", "late"}
 """Where the store always answers within the seconds that a verdict waits for it."""
 _NAMED = 6.0  # seconds in which a death is known, one after another
 _SETTLED = 100.0  # seconds after which the parts of a job whose network was cut have settled who goes on
+_PASSED = 15.0  # in which others pass over who is stopped; if it wakes meanwhile, some come to it and some do not
 _NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
 
 
@@ -70,7 +71,7 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
         return []
     begin = min(fault.at for fault in job.faults)
     if job.kind == "stop":
-        settled = history.stopped and job.size > 3 and not job.few
+        settled = history.stopped and job.size > 3 and not job.few and job.faults[0].seconds > _PASSED
         return [name for name in ranks if name != history.stopped] if settled else []
     if job.kind in ("vanish", "cut"):
         if job.kind == "cut":
