@@ -28,7 +28,7 @@ def test_a_job_that_goes_on_knows_its_successors_though_a_newcomer_has_not_answe
     successors.stand(rank, 0, b"", b"where rank 1 listens")
     successors.add(newcomer)
     assert [op for op, _ in newcomer.told] == [Op.STAND]
-    successors.begin()
+    successors.begin([host, rank])
     for member in (host, rank, newcomer):
         op, body = member.told[-1]
         assert (op, unpack(body)) == (Op.SUCCESSORS, [U32.pack(1), b"where rank 1 listens"]), "of no group"

@@ -106,7 +106,7 @@ class Succession:
                 if places == self._mine:
                     if silent and patient:  # where the store fell silent some notice it later than others
                         break
-                    return self._take_over(lost, self._count + (not gone), self._order[number + 1 :])
+                    return self._serving(lost, number) or self._take_over(lost, number, gone)
                 there = replace(lost, addresses=places)
                 found = _look(there, _GREETS)
                 if found is _Found.SERVES:
@@ -117,9 +117,15 @@ class Succession:
             patient = False
         return None
 
-    def _take_over(self, lost: UniqueId, processes: int, others: list[Places]) -> UniqueId:
-        """Serve the job of so many processes, also where it was served before if that is here: newcomers look there.
-        `others` are successors that come after this one."""
+    def _serving(self, lost: UniqueId, number: int) -> UniqueId | None:
+        """One that comes after this one and waits for more than half already: those behind relays notice it late."""
+        later = () if self._certain else self._order[number + 1 :]
+        there = (replace(lost, addresses=places) for places in later)
+        return next((each for each in there if _serves(each, _STILL_GREETS)), None)
+
+    def _take_over(self, lost: UniqueId, number: int, gone: bool) -> UniqueId:
+        """Serve the job, also where it was served before if that is here: newcomers look there. This process is the
+        successor of this number; `gone`: the lost store's process does not come to it."""
         from .store.returns import Claim  # few processes need them, and imports count
         from .store.server import StoreServer
 
@@ -132,8 +138,9 @@ class Succession:
                 log.info("newcomers will not find the store at %s: %s", spell_address(address), error)
         context, (opened, tls), linger = self._charge
         listeners += announce(lost.job_id)
-        rivals = tuple(others) if self._certain else None
-        claim = Claim(processes // 2 + 1, rivals, _UNSURE_GRACE, GRACE if self._certain else _UNSURE_GRACE)
+        rivals = tuple(self._order[number + 1 :]) if self._certain else None
+        quorum = (self._count + (not gone)) // 2 + 1
+        claim = Claim(quorum, rivals, _UNSURE_GRACE, GRACE if self._certain else _UNSURE_GRACE)
         log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
         StoreServer(
             listeners,

@@ -345,8 +345,7 @@ class Groups:
         exchange.add(tag, rank, member, request, (shared, alike, own))
         if len(exchange.rows) == group.size:
             group.formed = True
-            if name == WORLD:
-                self._successors.begin()
+            self._successors.begin(group.members.values())
             if any(exchange.own.values()):
                 group.own[tag] = exchange.own
             group.exchanges.pop(tag).finish(group.size)

@@ -8,7 +8,7 @@ groups: out of that the new store makes its state (`returns`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..protocol.keys import Member
 from ..protocol.wire import F64, U32, Op, pack
@@ -29,6 +29,7 @@ class Successors:
         self._charge, self._after = charge, after
         self._members: dict[Member, bool] = {}  # whether the store is in its process
         self._ranks: set[Member] = set()  # those of a group; who waits to be taken in is none of the job's processes
+        self._firm: set[Member] = set()  # of these all but newcomers whose group has yet to meet
         self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
         self._unsure: list[Member] = []  # who came before this store was sure to serve
         self._begun = self._due = False
@@ -78,7 +79,8 @@ class Successors:
     def confirm(self) -> None:
         """This store serves: those who came to it may rely on that."""
         for member in self._unsure:
-            self._count(member)
+            if self._count(member):
+                self._firm.add(member)
             member.send(Op.SUCCESSORS, b"")
         self._unsure.clear()
         if not self._begun and self._charge:
@@ -92,12 +94,13 @@ class Successors:
         self._places.pop(member, None)
         counted = member in self._ranks
         self._ranks.discard(member)
+        self._firm.discard(member)
         self._refresh_soon()
         if silent and counted:
             self._silent += 1
             self._after(F64.pack(_SILENCES), self._forget_silence)
-            if self._begun and self._silent > len(self._ranks):
-                count = self._silent + len(self._ranks)
+            if self._begun and self._silent > len(self._firm):
+                count = self._silent + len(self._firm)
                 self.cut_off = f"{self._silent} of {count} processes fell silent, and may go on without this part"
 
     def _forget_silence(self) -> None:
@@ -105,8 +108,9 @@ class Successors:
         self._silent -= 1
         self._refresh_soon()
 
-    def begin(self) -> None:
-        """The job has come together."""
+    def begin(self, members: Iterable[Member]) -> None:
+        """A group of these has come together, and with the first one the job."""
+        self._firm.update(members)
         if not self._begun and self._charge:
             self._begun = True
             self._refresh()
