@@ -126,7 +126,7 @@ class Kernel:
         self.less = True
         """Whether a process or a thread has ended: only then the schedule may be over."""
         self._draw, self._preempt = self.random.random, preempt
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._main = _thread.allocate_lock()
         self._until: Callable[[], bool] = lambda: False
@@ -141,7 +141,7 @@ class Kernel:
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Call `action`, which must not wait, so much later."""
-        heappush(self._events, (self.now + seconds, next(self._order), action))
+        heappush(self._events, (self.now + seconds, next(self._order), action, ()))
 
     def tell(self, process: Process | None, text: str) -> None:
         """For people."""
@@ -173,8 +173,8 @@ class Kernel:
         task.token += 1
         task.waits, task.late = True, False
         if seconds is not None:
-            token = task.token
-            self.after(max(0.0, seconds), lambda: self._expire(task, token))
+            due = self.now + seconds if seconds > 0 else self.now
+            heappush(self._events, (due, next(self._order), self._expire, (task, task.token)))
         self._hand_on(task)
         for queue in queues:
             queue.pop(task, None)
@@ -223,7 +223,8 @@ class Kernel:
         events = self._events
         while True:
             while events and events[0][0] <= self.now:
-                heappop(events)[2]()
+                _, _, action, arguments = heappop(events)
+                action(*arguments)
             if self.less:
                 self.less = False
                 if self._until():

@@ -48,7 +48,7 @@ class socket:  # noqa: N801
 
     @property
     def _file(self) -> File:
-        file = process().files.get(self._fd)
+        file: File | None = World.kernel.current.process.files.get(self._fd)  # type: ignore[union-attr]
         if file is None:
             raise OSError(errno.EBADF, "Bad file descriptor")
         return file
