@@ -36,9 +36,9 @@ def campaign(work: Iterable[Work], lanes: int = os.cpu_count() or 1) -> Iterator
     os.environ["PYTHONHASHSEED"] = "0"  # of the lanes
     try:
         context = multiprocessing.get_context("spawn")
-        cores = context.SimpleQueue()
-        for core in islice(cycle(os.sched_getaffinity(0)), lanes):
-            cores.put(core)
+        cores, all_cores = context.SimpleQueue(), os.sched_getaffinity(0)
+        for core in islice(cycle(all_cores), lanes):
+            cores.put({core} if lanes >= len(all_cores) else all_cores)
         with ProcessPoolExecutor(lanes, context, _begin, (cores,)) as pool:
             yield from pool.map(_play, work, chunksize=_AT_A_TIME)
     finally:
@@ -50,10 +50,11 @@ def campaign(work: Iterable[Work], lanes: int = os.cpu_count() or 1) -> Iterator
 
 def _begin(cores: Any) -> None:
     """One thread of a lane runs at a time. On one core, where who is woken waits for who wakes it (SCHED_BATCH), the
-    baton costs one switch of the system's in place of three or four, and nobody waits for another core."""
+    baton costs one switch of the system's in place of three or four, and nobody waits for another core. Fewer lanes
+    than cores take what others leave on any."""
     from . import product
 
-    os.sched_setaffinity(0, {cores.get()})
+    os.sched_setaffinity(0, cores.get())
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     product.load()
     logging.getLogger("hetcoll").setLevel(logging.CRITICAL)
