@@ -24,7 +24,7 @@ KINDS = {
 }
 """What is done to a job, and how often. In a `stall` the network is cut for less than any timeout; a `cut` lasts. In a
 `mismatch` one rank calls something else than the others, or it is too `late` for a call. In a `stop` the first
-successor is stopped, and rank 0 dies or leaves."""
+successor is stopped, or cut off from all but rank 0, and that dies or leaves."""
 
 SOUND = {"calm", "reset", "freeze", "stall"}
 """After these nobody is lost, and nothing fails."""
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 class Fault(NamedTuple):
     """What is done at a time, to a rank or SUCCESSOR; `seconds`: for how long, 0 for ever. `side` are machines that are
-    cut off."""
+    cut off, with SUCCESSOR its own and rank 0's."""
 
     at: float
     what: str
@@ -151,7 +151,10 @@ def _draw_faults(rng: random.Random, kind: str, size: int, machines: list[str]) 
         return [cut(rng.choice([0.0, rng.uniform(20, 120)]))]
     if kind == "stop":
         at = rng.uniform(0, 3)
-        return [Fault(at, "freeze", SUCCESSOR, rng.uniform(1, 60)), Fault(at, rng.choice(["kill", "leave"]))]
+        gone = Fault(at, rng.choice(["kill", "leave"]))
+        if rng.random() < 0.3:
+            return [Fault(at, "cut", SUCCESSOR, rng.choice([0.0, rng.uniform(20, 100)])), gone]
+        return [Fault(at, "freeze", SUCCESSOR, rng.uniform(1, 60)), gone]
     if kind == "leave":
         return [Fault(when(), "leave", rng.randrange(size)) for _ in some(2)]
     if kind == "storm":

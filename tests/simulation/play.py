@@ -84,10 +84,11 @@ class Cluster:
             if streams:
                 self.network.reset(streams[int(self.kernel.random.random() * len(streams))])
         elif fault.what == "cut":
+            side = fault.side or (process.host.address, self.processes["0"].host.address)
             hosts = self.network.hosts.items()
             self.network.cut(
-                [host for where, host in hosts if where in fault.side],
-                [host for where, host in hosts if where not in fault.side],
+                [host for where, host in hosts if where in side],
+                [host for where, host in hosts if where not in side],
             )
             if fault.seconds:
                 self.kernel.after(fault.seconds, self.network.mend)

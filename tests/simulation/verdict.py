@@ -71,7 +71,8 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
         return []
     begin = min(fault.at for fault in job.faults)
     if job.kind == "stop":
-        settled = history.stopped and job.size > 3 and not job.few and job.faults[0].seconds > _PASSED
+        stopped = history.stopped and job.faults[0].what == "freeze" and job.faults[0].seconds > _PASSED
+        settled = stopped and job.size > 3 and not job.few
         return [name for name in ranks if name != history.stopped] if settled else []
     if job.kind in ("vanish", "cut"):
         if job.kind == "cut":

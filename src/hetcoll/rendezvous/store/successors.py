@@ -77,14 +77,16 @@ class Successors:
             self._places[member] = places
 
     def confirm(self) -> None:
-        """This store serves: those who came to it may rely on that."""
+        """This store serves: those who came to it may rely on that. It may die soon, too, and they know no other
+        successors than those that the one before it told."""
+        more = [member for member in self._unsure if self._count(member)]
+        self._firm.update(more)
         for member in self._unsure:
-            if self._count(member):
-                self._firm.add(member)
             member.send(Op.SUCCESSORS, b"")
         self._unsure.clear()
-        if not self._begun and self._charge:
+        if self._charge and (more or not self._begun):
             self._begun = True
+            self._ask()
             self._refresh_soon()
 
     def drop(self, member: Member, silent: bool) -> None:
