@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hetcoll.rendezvous import bootstrap
+from hetcoll.rendezvous import bootstrap, succession
 from hetcoll.rendezvous.protocol import exchanges
 from hetcoll.rendezvous.store import returns, server, tree
 
@@ -116,7 +116,7 @@ def play(seed: int, only: str = "", trace: Callable[[str], None] | None = None) 
     """The schedule of a seed."""
     job = draw(seed, only)
     few, fan = (job.few, job.few) if job.few else (_FEW, _FAN)
-    for module in (exchanges, returns, server, tree):
+    for module in (exchanges, returns, server, succession, tree):
         module.FEW = few  # type: ignore[attr-defined]
     tree.FAN = fan
     bootstrap.PORTS = 3  # at which to look for the store again and again

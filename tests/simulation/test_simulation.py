@@ -17,7 +17,7 @@ FOUND = {
         *(26, 293),  # newcomers made a majority, or were not counted among the others
         813,  # the smaller part of a job was more than half of what its store had told
         110,  # who could reach the store had to wait for a place at a relay
-        4008657,  # two successors waited for more than half, each with a half of that
+        *(4008657, 6003282),  # two successors waited for more than half, each with a half of that
     ),
     "kill": (
         86,  # a relay looked for a store that was gone, closed or not

@@ -16,6 +16,7 @@ from .connections.announcing import announce, listens_locally
 from .connections.interfaces import own_hosts
 from .connections.probe import connect_store
 from .connections.sockets import bind_all, is_itself, spell_address, spell_error
+from .protocol.exchanges import FEW
 from .protocol.news import StoreLost
 from .protocol.unique_id import UniqueId
 from .protocol.wire import F64, U32, unpack
@@ -27,7 +28,8 @@ SECONDS = 30.0  # in which a successor is found
 _GREETS = 3.0  # seconds that one which listens is given at a time: it may have yet to notice
 _STILL_GREETS = 1.0  # seconds that the lost store is given: its port may have gone to a stranger since
 _REFUSES = 1.0  # seconds in which the listener of a process that died is gone, too
-_UNSURE_GRACE = 15.0  # seconds between the first and the last who notice that a host has vanished; a successor gives up
+_UNSURE_GRACE = 15.0  # seconds between the first and the last who notice that a host has vanished
+_BEHIND_RELAYS = 30.0  # more than that where some are behind relays, and others have TCP's patience
 
 assert _STILL_GREETS + _REFUSES < GRACE, "who looks there first comes too late"
 
@@ -140,7 +142,8 @@ class Succession:
         listeners += announce(lost.job_id)
         rivals = tuple(self._order[number + 1 :]) if self._certain else None
         quorum = (self._count + (not gone)) // 2 + 1
-        claim = Claim(quorum, rivals, _UNSURE_GRACE, GRACE if self._certain else _UNSURE_GRACE)
+        seconds = _UNSURE_GRACE + (_BEHIND_RELAYS if self._count >= FEW else 0.0)
+        claim = Claim(quorum, rivals, seconds, GRACE if self._certain else _UNSURE_GRACE)
         log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
         StoreServer(
             listeners,
