@@ -9,11 +9,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from hetcoll.rendezvous.connections.pulse import Places
 from hetcoll.rendezvous.membership import Call, Membership
 from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, Op, Status, pack, unpack
 from hetcoll.rendezvous.store.groups import Groups
+from hetcoll.rendezvous.store.returns import Claim
+from hetcoll.rendezvous.uplink import pack_places
 
 SIZE = 4
+ALONE = Claim(1, (), 15.0, 2.0)
+PLACES: Places = (("10.0.0.2", 1), ("127.0.0.1", 1))
+OTHERS: Places = (("10.0.0.3", 1),)
 clients = st.integers(0, SIZE - 1)
 some = st.one_of(st.permutations(range(SIZE)), st.lists(clients, unique=True))
 
@@ -142,7 +148,7 @@ class Returning(RuleBasedStateMachine):
     @rule(order=st.permutations(range(SIZE)), dead=st.sets(clients, max_size=2), late=st.booleans())
     def lose_the_store(self, order: list[int], dead: set[int], late: bool) -> None:
         """Some die with it; those that are left come to the next one in any order, the last one too late perhaps."""
-        self.groups = Groups(lambda: self.now, succeeds=(1, 2.0))
+        self.groups = Groups(lambda: self.now, succeeds=ALONE)
         self.alive = [each for each in self.alive if each.membership.rank not in dead] or self.alive
         coming = sorted(self.alive, key=lambda each: order[each.membership.rank])
         for client in coming:
@@ -205,13 +211,13 @@ def test_who_has_asked_on_still_knows_the_answer_that_others_have_not_read() -> 
     state.teardown()
 
 
-def return_to(groups: Groups, client: Client) -> None:
-    groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", b"", pack([client.membership.spell()])])))
+def return_to(groups: Groups, client: Client, places: bytes = b"") -> None:
+    groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", places, b"", pack([client.membership.spell()])])))
 
 
 def test_a_store_that_is_not_sure_waits_for_more_than_half() -> None:
     now = [0.0]
-    groups = Groups(lambda: now[0], succeeds=(3, 5.0))
+    groups = Groups(lambda: now[0], succeeds=Claim(3, None, 5.0, 5.0))
     members = [Client(rank, 5) for rank in range(5)]
     for client in members[:2]:
         client.membership.formed = client.membership.joined = True
@@ -228,11 +234,41 @@ def test_a_store_that_is_not_sure_waits_for_more_than_half() -> None:
 
 def test_a_store_that_finds_no_half_gives_up() -> None:
     now = [0.0]
-    groups = Groups(lambda: now[0], succeeds=(3, 5.0))
+    groups = Groups(lambda: now[0], succeeds=Claim(3, None, 5.0, 5.0))
     return_to(groups, Client(0, 5))
     now[0] = 6.0
     groups.tick()
     assert groups.returns.alone == "1 processes found each other where 3 are more than half of the job"
+
+
+@pytest.mark.parametrize(
+    "rivals", [None, (PLACES, OTHERS)], ids=["one before it lives", "it may have been passed over"]
+)
+def test_a_store_serves_alone_where_nobody_else_may(rivals: tuple[Places, ...] | None) -> None:
+    """All others that might serve have come or are dead; a store that was served before this one may do so as well."""
+    groups = Groups(lambda: 0.0, succeeds=Claim(3, rivals, 15.0, 2.0))
+    alone, rival = Client(0, 5), Client(1, 5)
+    return_to(groups, alone)
+    for address in PLACES:
+        assert not groups.returns.sure
+        groups.hear_of_death(pack_places((address,)))
+    assert not groups.returns.sure
+    return_to(groups, rival, pack_places(OTHERS))
+    assert groups.returns.waits is (rivals is None)
+
+
+def test_a_rival_that_came_and_fell_silent_may_serve() -> None:
+    groups = Groups(lambda: 0.0, succeeds=Claim(3, (PLACES, OTHERS), 15.0, 2.0))
+    rival = Client(1, 5)
+    return_to(groups, rival, pack_places(OTHERS))
+    groups.drop(rival, "its connection timed out", silent=True)
+    for address in PLACES:
+        groups.hear_of_death(pack_places((address,)))
+    for rank in (0, 2):
+        return_to(groups, Client(rank, 5))
+    assert groups.returns.waits, "it does not count either"
+    return_to(groups, Client(3, 5))
+    assert not groups.returns.waits
 
 
 def test_who_was_left_behind_hears_it_from_the_next_store() -> None:
@@ -251,7 +287,7 @@ def test_who_was_left_behind_hears_it_from_the_next_store() -> None:
 def test_who_knows_that_it_was_left_behind_does_not_go_on_alone() -> None:
     """Where the others have ended since, the next store knows it from this one only."""
     now = [0.0]
-    groups, client = Groups(lambda: now[0], succeeds=(1, 2.0)), Client(1, 2)
+    groups, client = Groups(lambda: now[0], succeeds=ALONE), Client(1, 2)
     client.membership.formed = client.membership.joined = True
     client.membership.hear(Op.LOST, [U32.pack(1), b"the others went on without it"], b"")
     return_to(groups, client)
@@ -261,15 +297,15 @@ def test_who_knows_that_it_was_left_behind_does_not_go_on_alone() -> None:
     assert [frame.status for frame in client.inbox if frame.op == Op.REPLY] == [Status.REFUSED]
 
 
-@pytest.mark.parametrize("succeeds", [(0, 0.0), (1, 2.0)])
-def test_who_comes_when_the_others_have_gone_on_and_closed_is_left_behind(succeeds: tuple[int, float]) -> None:
+@pytest.mark.parametrize("succeeds", [None, ALONE])
+def test_who_comes_when_the_others_have_gone_on_and_closed_is_left_behind(succeeds: Claim | None) -> None:
     """A store that forgot a group because all had left it does not begin it anew for one that was cut off meanwhile."""
     now = [0.0]
     groups = Groups(lambda: now[0], succeeds=succeeds)
     stays, late = (Client(rank, 2) for rank in range(2))
     for client in (stays, late):
         client.membership.formed = client.membership.joined = True
-    if succeeds[0]:
+    if succeeds is not None:
         return_to(groups, stays)  # this one alone, in time
         now[0] = 3.0
         groups.tick()

@@ -28,14 +28,33 @@ def test_a_job_that_goes_on_knows_its_successors_though_a_newcomer_has_not_answe
     successors.stand(rank, 0, b"", b"where rank 1 listens")
     successors.add(newcomer)
     assert [op for op, _ in newcomer.told] == [Op.STAND]
-    successors.begin()
+    successors.begin([host, rank])
     for member in (host, rank, newcomer):
         op, body = member.told[-1]
-        assert (op, unpack(body)) == (Op.SUCCESSORS, [U32.pack(2), b"where rank 1 listens"]), "of no group"
+        assert (op, unpack(body)) == (Op.SUCCESSORS, [U32.pack(1), b"where rank 1 listens"]), "of no group"
     successors.stand(newcomer, 0, b"", b"where it does")
     assert unpack(rank.told[-1][1])[1:] == [b"where rank 1 listens", b"where it does"]
     newcomer.ranks[b"larger"] = 2
     successors.add(newcomer)
     for action in later:
         action()
-    assert unpack(rank.told[-1][1])[0] == U32.pack(3), "or two parts of it might both be more than half of the old one"
+    assert unpack(rank.told[-1][1])[0] == U32.pack(2), "or two parts of it might both be more than half of the old one"
+
+
+def test_who_comes_to_a_store_late_is_counted_and_asked_to_succeed_it_at_once() -> None:
+    """It may die soon, and others go by the number that it told whether they are more than half."""
+    later = list[Callable[[], None]]()
+    successors = Successors(pack((b"charge",)), lambda _, action: later.append(action))
+    host, first, late = Heard("rank 0", world=0), Heard("rank 1", world=1), Heard("rank 2", world=2)
+    for member in (host, first):
+        successors.take_back(member, member is host, b"", b"")
+    successors.confirm()
+    assert [op for op, _ in first.told] == [Op.SUCCESSORS, Op.STAND]
+    successors.stand(first, 0, b"", b"where rank 1 listens")
+    assert unpack(first.told[-1][1]) == [U32.pack(1), b"where rank 1 listens"]
+    later.pop()()
+    successors.take_back(late, False, b"", b"")
+    successors.confirm()
+    later.pop()()
+    successors.stand(late, 0, b"", b"where it does")
+    assert unpack(first.told[-1][1]) == [U32.pack(2), b"where rank 1 listens", b"where it does"]

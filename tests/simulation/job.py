@@ -20,13 +20,16 @@ KINDS = {
     "mismatch": 1,
     "late": 1,
     "storm": 4,
+    "stop": 2,
 }
 """What is done to a job, and how often. In a `stall` the network is cut for less than any timeout; a `cut` lasts. In a
-`mismatch` one rank calls something else than the others, or it is too `late` for a call."""
+`mismatch` one rank calls something else than the others, or it is too `late` for a call. In a `stop` the first
+successor is stopped, or cut off from all but rank 0, and that dies or leaves."""
 
 SOUND = {"calm", "reset", "freeze", "stall"}
 """After these nobody is lost, and nothing fails."""
 
+SUCCESSOR = -1  # in place of a rank: the first successor, where there is one by then
 LONG = 1000.0  # virtual seconds until a job must be over
 _TIMED = 12.0  # in which faults begin
 
@@ -39,7 +42,8 @@ class Step(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What is done at a time, to a rank; `seconds`: for how long, 0 for ever. `side` are machines that are cut off."""
+    """What is done at a time, to a rank or SUCCESSOR; `seconds`: for how long, 0 for ever. `side` are machines that are
+    cut off, with SUCCESSOR its own and rank 0's."""
 
     at: float
     what: str
@@ -145,6 +149,12 @@ def _draw_faults(rng: random.Random, kind: str, size: int, machines: list[str]) 
         return [Fault(when(), "vanish", rng.randrange(size))]
     if kind == "cut":
         return [cut(rng.choice([0.0, rng.uniform(20, 120)]))]
+    if kind == "stop":
+        at = rng.uniform(0, 3)
+        gone = Fault(at, rng.choice(["kill", "leave"]))
+        if rng.random() < 0.3:
+            return [Fault(at, "cut", SUCCESSOR, rng.choice([0.0, rng.uniform(20, 100)])), gone]
+        return [Fault(at, "freeze", SUCCESSOR, rng.uniform(1, 60)), gone]
     if kind == "leave":
         return [Fault(when(), "leave", rng.randrange(size)) for _ in some(2)]
     if kind == "storm":

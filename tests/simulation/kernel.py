@@ -8,11 +8,11 @@ by its seed alone, and plays again.
 from __future__ import annotations
 
 import _thread
-import heapq
 import itertools
 import random
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from heapq import heappop, heappush
 from typing import Any
 
 Queue = dict["Task", None]
@@ -71,7 +71,7 @@ class Process:
         if self.dead:
             return
         self.kernel.tell(self, "is killed" if close else "is switched off")
-        self.dead = True
+        self.dead = self.kernel.less = True
         if close:
             for file in list(self.files.values()):
                 file.close()
@@ -123,8 +123,10 @@ class Kernel:
         self.decisions = self.digest = 0
         self.problems: list[str] = []
         self.trace = trace
-        self._preempt = preempt
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.less = True
+        """Whether a process or a thread has ended: only then the schedule may be over."""
+        self._draw, self._preempt = self.random.random, preempt
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._main = _thread.allocate_lock()
         self._until: Callable[[], bool] = lambda: False
@@ -139,7 +141,7 @@ class Kernel:
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Call `action`, which must not wait, so much later."""
-        heapq.heappush(self._events, (self.now + seconds, next(self._order), action))
+        heappush(self._events, (self.now + seconds, next(self._order), action, ()))
 
     def tell(self, process: Process | None, text: str) -> None:
         """For people."""
@@ -152,30 +154,27 @@ class Kernel:
 
     def call(self) -> Task:
         """Each call of the system begins with it. Who calls; another thread may have run meanwhile."""
-        task = self.current
-        assert task is not None
+        task: Task = self.current  # type: ignore[assignment]
         if task.process.dead:
             raise Killed
         self.now += _CALL
-        if self._preempt and self.random.random() < self._preempt:
+        if self._preempt and self._draw() < self._preempt:
             self.ready.append(task)
             self._hand_on(task)
         return task
 
-    def wait(self, queues: Iterable[Queue], seconds: float | None) -> bool:
+    def wait(self, queues: Collection[Queue], seconds: float | None) -> bool:
         """Sleep until one of `queues` is woken; False where so many seconds are over."""
-        task = self.current
-        assert task is not None
+        task: Task = self.current  # type: ignore[assignment]
         if task.process.dead:
             raise Killed
-        queues = list(queues)
         for queue in queues:
             queue[task] = None
         task.token += 1
         task.waits, task.late = True, False
         if seconds is not None:
-            token = task.token
-            self.after(max(0.0, seconds), lambda: self._expire(task, token))
+            due = self.now + seconds if seconds > 0 else self.now
+            heappush(self._events, (due, next(self._order), self._expire, (task, task.token)))
         self._hand_on(task)
         for queue in queues:
             queue.pop(task, None)
@@ -183,8 +182,10 @@ class Kernel:
 
     def wake(self, queue: Queue) -> None:
         """All who wait there look again."""
-        for task in list(queue):
-            self.make_ready(task)
+        for task in queue:
+            if task.waits and not task.done:
+                task.waits = False
+                self.ready.append(task)
 
     def make_ready(self, task: Task) -> None:
         if task.waits and not task.done:
@@ -219,25 +220,29 @@ class Kernel:
 
     def _pick(self) -> Task | None:
         """Who runs next; None: the schedule is over."""
+        events = self._events
         while True:
-            while self._events and self._events[0][0] <= self.now:
-                heapq.heappop(self._events)[2]()
-            if self._until():
-                return None
-            while self.ready:
+            while events and events[0][0] <= self.now:
+                _, _, action, arguments = heappop(events)
+                action(*arguments)
+            if self.less:
+                self.less = False
+                if self._until():
+                    return None
+            ready = self.ready
+            while count := len(ready):
                 self.decisions += 1
-                index = int(self.random.random() * len(self.ready)) if len(self.ready) > 1 else 0
-                task = self.ready[index]
-                self.ready[index] = self.ready[-1]
-                self.ready.pop()
+                task = ready.pop()
+                if count > 1 and (index := int(self._draw() * count)) < count - 1:
+                    task, ready[index] = ready[index], task
                 if not task.process.frozen:
                     self.digest = (self.digest * 31 + hash((task.process.pid, task.name, self.now))) & 0xFFFFFFFFFFFF
                     return task
                 task.process.parked.append(task)
-            if not self._events:
+            if not events:
                 self.problems.append("nobody can ever run again")
                 return None
-            self.now = self._events[0][0]
+            self.now = events[0][0]
             if self.now > self._limit:
                 self.problems.append(f"it is not over after {self.seconds:.0f} virtual seconds")
                 return None
@@ -251,7 +256,7 @@ class Kernel:
             pass
         except BaseException:
             self.problems.append(f"{task.process.name} {task.name} failed:\n{traceback.format_exc()}")
-        task.done = True
+        task.done = self.less = True
         task.process.tasks.remove(task)
         self.wake(task.watchers)
         worker.task = None
@@ -262,8 +267,9 @@ class Kernel:
     # What the player calls, whose thread is none of the simulated ones.
 
     def run(self, until: Callable[[], bool], limit: float) -> None:
-        """Let threads run until `until`, which is looked at whenever one is picked, or for `limit` virtual seconds."""
-        self._until, self._limit = until, self.now + limit
+        """Let threads run until `until`, which is looked at when a process or a thread has ended, or for `limit`
+        virtual seconds."""
+        self._until, self._limit, self.less = until, self.now + limit, True
         if not self._main.locked():
             self._main.acquire()
         following = self._pick()

@@ -23,6 +23,7 @@ _UNREACHABLE = 3.0  # seconds until a system says that a neighbour does not answ
 _GIVEN_UP = 130.0  # seconds that it tries to connect, where nobody says even that
 _TCP_INFO = struct.Struct("8B24I")
 _EPHEMERAL = 32768
+POLLIN, POLLOUT, POLLERR, POLLHUP = 1, 4, 8, 16
 
 
 @dataclass
@@ -102,7 +103,8 @@ class Network:
 
 
 class File:
-    """A socket: new, listening, connecting, or one end of a connection. `queue`: who waits for a change of it."""
+    """A socket: new, listening, connecting, or one end of a connection. `queue`: who waits for a change of it;
+    `selectors`: which are told of each, and under which number."""
 
     def __init__(self, network: Network, host: Host, process: Process | None, family: int) -> None:
         self.network, self.kernel, self.host, self.process = network, network.kernel, host, process
@@ -111,6 +113,7 @@ class File:
         self.remote: Any = None
         self.state = "new"
         self.queue: Queue = {}
+        self.selectors: dict[Any, int] = {}
         self.backlog: deque[File] = deque()
         self.peer: File | None = None
         self.error = 0
@@ -125,6 +128,21 @@ class File:
         self._due = 0.0  # when what was sent last comes
         self._held: list[tuple[str, bytes]] = []  # while the network is cut
         self._apart: float | None = None  # since when it is
+
+    def changed(self) -> None:
+        """Who waits looks again."""
+        if self.queue:
+            self.kernel.wake(self.queue)
+        for selector, number in self.selectors.items():
+            selector.moved[number] = None
+            self.kernel.wake(selector.queue)
+
+    def events(self, wanted: int) -> int:
+        """Those of `wanted` that a poll would tell of now."""
+        found = POLLIN if wanted & POLLIN and self.readable else 0
+        if wanted & POLLOUT and self.writable:
+            found |= POLLOUT
+        return found | POLLERR if self.error > 0 or self._broken else found
 
     # What a program asks.
 
@@ -211,7 +229,7 @@ class File:
     def _become_open(self) -> None:
         if self.state == "connecting":
             self.state = "open"
-            self.kernel.wake(self.queue)
+            self.changed()
 
     def _join(self, listener: File, ours: Any, theirs: Any) -> None:
         """The other end stands in the listener's queue from now on."""
@@ -222,12 +240,12 @@ class File:
         if self.family != real.AF_UNIX:
             self.network.streams[other] = None
         listener.backlog.append(other)
-        self.kernel.wake(listener.queue)
+        listener.changed()
 
     def _fail(self, code: int) -> None:
         if self.state in ("connecting", "open") and not self._broken:
             self.error, self._broken = code, True
-            self.kernel.wake(self.queue)
+            self.changed()
 
     def take_error(self) -> int:
         code, self.error = self.error, 0
@@ -257,7 +275,7 @@ class File:
                 full = self.peer._under_way >= self.network.weather.room
                 self.peer._under_way -= count
                 if full:
-                    self.kernel.wake(self.peer.queue)
+                    self.peer.changed()
             return data
         if self.error:
             raise _error(self.take_error())
@@ -275,7 +293,7 @@ class File:
             self._deaf = True
         if how in (real.SHUT_WR, real.SHUT_RDWR):
             self._say_end()
-        self.kernel.wake(self.queue)
+        self.changed()
 
     def _say_end(self) -> None:
         if not self._said_end and not self._broken:
@@ -298,7 +316,7 @@ class File:
                 self._say_end()
         self.state = "closed"
         self.network.streams.pop(self, None)
-        self.kernel.wake(self.queue)
+        self.changed()
 
     def tcp_info(self) -> bytes:
         silent = 0.0 if self._apart is None else self.kernel.now - self._apart + 2.0
@@ -331,10 +349,10 @@ class File:
             peer.break_now()
         elif what == "end":
             peer._ended = True
-            self.kernel.wake(peer.queue)
+            peer.changed()
         else:
             peer._came += data
-            self.kernel.wake(peer.queue)
+            peer.changed()
 
     def break_now(self) -> None:
         """A reset has come."""

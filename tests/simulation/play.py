@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hetcoll.rendezvous import bootstrap
+from hetcoll.rendezvous import bootstrap, succession
 from hetcoll.rendezvous.protocol import exchanges
-from hetcoll.rendezvous.store import server, successors, tree
+from hetcoll.rendezvous.store import returns, server, tree
 
 from .engine import Links
-from .job import LONG, Fault, Job, address, draw, new_address
+from .job import LONG, SUCCESSOR, Fault, Job, address, draw, new_address
 from .kernel import Kernel, Process, World
 from .network import Host, Network
 from .rank import History, Rank
@@ -66,8 +66,17 @@ class Cluster:
         one = self.ranks[name] = Rank(self.job, self.history, name, self.told, self.links)
         process.main = process.spawn(lambda: one.run(rank), "main")
 
+    def _first_successor(self) -> str:
+        """The last rank where the job has none as yet."""
+        for name, one in self.ranks.items():
+            known = None if one.session is None else one.session.control._succession
+            if known is not None and known._order[:1] == [known._mine]:
+                self.history.stopped = name
+                return name
+        return str(self.job.size - 1)
+
     def _strike(self, fault: Fault) -> None:
-        name = str(fault.rank)
+        name = self._first_successor() if fault.rank == SUCCESSOR else str(fault.rank)
         process = self.processes[name]
         self.kernel.tell(None, f"{fault}")
         if fault.what == "reset":
@@ -75,10 +84,11 @@ class Cluster:
             if streams:
                 self.network.reset(streams[int(self.kernel.random.random() * len(streams))])
         elif fault.what == "cut":
+            side = fault.side or (process.host.address, self.processes["0"].host.address)
             hosts = self.network.hosts.items()
             self.network.cut(
-                [host for where, host in hosts if where in fault.side],
-                [host for where, host in hosts if where not in fault.side],
+                [host for where, host in hosts if where in side],
+                [host for where, host in hosts if where not in side],
             )
             if fault.seconds:
                 self.kernel.after(fault.seconds, self.network.mend)
@@ -106,7 +116,7 @@ def play(seed: int, only: str = "", trace: Callable[[str], None] | None = None) 
     """The schedule of a seed."""
     job = draw(seed, only)
     few, fan = (job.few, job.few) if job.few else (_FEW, _FAN)
-    for module in (exchanges, server, successors, tree):
+    for module in (exchanges, returns, server, succession, tree):
         module.FEW = few  # type: ignore[attr-defined]
     tree.FAN = fan
     bootstrap.PORTS = 3  # at which to look for the store again and again

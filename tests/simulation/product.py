@@ -20,11 +20,7 @@ class Standin(ModuleType):
 
     def __init__(self, name: str, **names: Any) -> None:
         super().__init__(name)
-        self._real = sys.modules[name]
-        self.__dict__.update(names)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        self.__dict__.update(vars(sys.modules[name]) | names)
 
 
 class OfProcess(MutableMapping[Any, Any]):

@@ -60,6 +60,8 @@ class History:
     """Of each collective, by group and step: with what it failed, or None, and how long it took."""
     mistake: tuple[bytes, int, int] | None = None
     """In which group a rank made the mistake of this job, at which step, and which rank."""
+    stopped: str = ""
+    """Who was the first successor, where that was stopped."""
     met: dict[str, float] = field(default_factory=dict)
     """When each first met all others."""
 
@@ -136,7 +138,7 @@ class Rank:
             self.session.control.close()
 
     def _find(self, rank: int) -> UniqueId:
-        config = Config(linger=30.0, init_timeout=_STARTS)
+        config = Config(linger=0.0 if self.job.kind == "stop" else 30.0, init_timeout=_STARTS)
         if self.job.named:
             hosts = set(self.job.hosts)
             here = self.job.size if len(hosts) == 1 else None
@@ -194,7 +196,8 @@ class Rank:
         """Until all are done: who was stopped meanwhile, or cut off, comes to a job that is there."""
         self.history.done.add(self.name)
         until = World.kernel.now + _STAYS
-        while self.job.kind in ("storm", "cut", "vanish") and not self.history.over() and World.kernel.now < until:
+        waits = self.job.kind in ("storm", "stop", "cut", "vanish")
+        while waits and not self.history.over() and World.kernel.now < until:
             threads.sleep(1.0)
         self.session.leave(self.group)
 

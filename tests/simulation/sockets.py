@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import selectors as real_selectors
 import socket as real
@@ -10,11 +11,10 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from .kernel import World, process
-from .network import File, Network
+from .kernel import Queue, World, process
+from .network import POLLIN, POLLOUT, File, Network
 
 AF_INET, AF_UNIX = real.AF_INET, real.AF_UNIX
-POLLIN, POLLOUT, POLLERR, POLLHUP = 1, 4, 8, 16
 EVENT_READ, EVENT_WRITE = real_selectors.EVENT_READ, real_selectors.EVENT_WRITE
 _USER = 1000
 
@@ -48,7 +48,7 @@ class socket:  # noqa: N801
 
     @property
     def _file(self) -> File:
-        file = process().files.get(self._fd)
+        file: File | None = World.kernel.current.process.files.get(self._fd)  # type: ignore[union-attr]
         if file is None:
             raise OSError(errno.EBADF, "Bad file descriptor")
         return file
@@ -236,14 +236,7 @@ def _wait_for(watched: dict[int, int], seconds: float | None) -> list[tuple[int,
             file = files.get(number)
             if file is None:
                 continue
-            events = 0
-            if wanted & POLLIN and file.readable:
-                events |= POLLIN
-            if wanted & POLLOUT and file.writable:
-                events |= POLLOUT
-            if file.failed:
-                events |= POLLERR
-            if events:
+            if events := file.events(wanted):
                 found.append((number, events))
             else:
                 queues.append(file.queue)
@@ -255,27 +248,60 @@ def _wait_for(watched: dict[int, int], seconds: float | None) -> list[tuple[int,
 
 
 class DefaultSelector(real_selectors._BaseSelectorImpl):  # type: ignore[name-defined,misc]
-    """As `selectors.PollSelector`; it has a descriptor, as epoll does."""
+    """As `selectors.EpollSelector`: files tell it that they changed, so that it need not look at all of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fd = _install(File(network(), process().host, process(), AF_UNIX))
+        self._files: dict[int, tuple[int, File, int, Any]] = {}
+        """By their numbers: in which order they came, what is wanted of them, and the key."""
+        self._order = itertools.count()
+        self.moved: dict[int, None] = {}
+        """Which have changed since they were not ready."""
+        self.queue: Queue = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> Any:
+        key = super().register(fileobj, events, data)
+        file = process().files[key.fd]
+        wanted = (POLLIN if events & EVENT_READ else 0) | (POLLOUT if events & EVENT_WRITE else 0)
+        self._files[key.fd] = next(self._order), file, wanted, key
+        file.selectors[self] = key.fd
+        self.moved[key.fd] = None
+        return key
+
+    def unregister(self, fileobj: Any) -> Any:
+        key = super().unregister(fileobj)
+        del self._files[key.fd][1].selectors[self]
+        del self._files[key.fd]
+        self.moved.pop(key.fd, None)
+        return key
 
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        watched = {
-            number: (POLLIN if key.events & EVENT_READ else 0) | (POLLOUT if key.events & EVENT_WRITE else 0)
-            for number, key in self._fd_to_key.items()
-        }
-        ready = []
-        for number, events in _wait_for(watched, None if timeout is None else max(0.0, timeout)):
-            key = self._fd_to_key.get(number)
-            found = (EVENT_READ if events & ~POLLOUT else 0) | (EVENT_WRITE if events & ~POLLIN else 0)
-            if key is not None and found & key.events:
-                ready.append((key, found & key.events))
-        return ready
+        kernel = World.kernel
+        kernel.call()
+        until = None if timeout is None else kernel.now + max(0.0, timeout)
+        while True:
+            found = []
+            for number in list(self.moved):
+                order, file, wanted, key = self._files[number]
+                events = 0 if file.state == "closed" else file.events(wanted)
+                if events:
+                    ready = (EVENT_READ if events & ~POLLOUT else 0) | (EVENT_WRITE if events & ~POLLIN else 0)
+                    found.append((order, key, ready & key.events))
+                else:
+                    del self.moved[number]
+            if found or (until is not None and kernel.now >= until):
+                if len(found) > 1:
+                    found.sort()
+                    kernel.random.shuffle(found)
+                return [(key, ready) for _, key, ready in found]
+            kernel.wait([self.queue], None if until is None else until - kernel.now)
 
     def close(self) -> None:
         super().close()
+        for _, each, _, _ in self._files.values():
+            del each.selectors[self]
+        self._files.clear()
         file = process().files.pop(self._fd, None)
         if file is not None:
             file.close()

@@ -17,9 +17,15 @@ FOUND = {
         *(26, 293),  # newcomers made a majority, or were not counted among the others
         813,  # the smaller part of a job was more than half of what its store had told
         110,  # who could reach the store had to wait for a place at a relay
+        *(4008657, 6003282),  # two successors waited for more than half, each with a half of that
     ),
-    "kill": (86,),  # a relay looked for a store that was gone, closed or not
+    "kill": (
+        86,  # a relay looked for a store that was gone, closed or not
+        5003296,  # a store died before it had asked those that came to succeed it
+    ),
     "reset": (1000452,),  # a second welcome took the place of an answer
+    "stop": (88, 90),  # a successor that others had passed over woke, and served as well
+    "storm": (4004365,),  # rank 0 woke after others had gone on, and newcomers made more than half of what it knew
     "vanish": (663, 728),  # a successor passed by one that was about to notice
 }
 """What failed once, by what was done."""

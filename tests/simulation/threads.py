@@ -9,8 +9,9 @@ from .kernel import Queue, Task, World, process
 
 
 def monotonic() -> float:
-    World.kernel.call()
-    return World.kernel.now
+    kernel = World.kernel
+    kernel.call()
+    return kernel.now
 
 
 def monotonic_ns() -> int:

@@ -16,6 +16,7 @@ _PROMPT = {"calm", "reset", "leave", "mismatch", "late"}
 """Where the store always answers within the seconds that a verdict waits for it."""
 _NAMED = 6.0  # seconds in which a death is known, one after another
 _SETTLED = 100.0  # seconds after which the parts of a job whose network was cut have settled who goes on
+_PASSED = 15.0  # in which others pass over who is stopped; if it wakes meanwhile, some come to it and some do not
 _NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
 
 
@@ -46,7 +47,7 @@ def _one_answer(job: Job, history: History) -> Iterator[str]:
         if len(set(told.values())) > 1:
             yield f"different answers to {key}: {told}"
         for name, error in history.failures.get(key, {}).items():
-            if "did not answer" in error and job.kind in ("cut", "storm"):
+            if "did not answer" in error and job.kind in ("cut", "storm", "stop"):
                 continue  # it was not told
             if history.ends.get(name) == "" and told:
                 yield f"{key} failed for {name} ({error}), and had an answer for {sorted(told)}"
@@ -69,6 +70,10 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
     if _early(job, history, ranks):
         return []
     begin = min(fault.at for fault in job.faults)
+    if job.kind == "stop":
+        stopped = history.stopped and job.faults[0].what == "freeze" and job.faults[0].seconds > _PASSED
+        settled = stopped and job.size > 3 and not job.few
+        return [name for name in ranks if name != history.stopped] if settled else []
     if job.kind in ("vanish", "cut"):
         if job.kind == "cut":
             if 0 < job.faults[0].seconds < _SETTLED:
@@ -88,7 +93,7 @@ def _early(job: Job, history: History, ranks: list[str]) -> bool:
 
 def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
     """Nobody is said to be lost to whom nothing was done."""
-    if job.kind in ("storm", "cut") or (job.kind in ("vanish", "stall") and not _must(job, history, gone)):
+    if job.kind in ("storm", "stop", "cut") or (job.kind in ("vanish", "stall") and not _must(job, history, gone)):
         return
     for name, news in history.news.items():
         for when, group, event in news:

@@ -16,6 +16,7 @@ from .connections.announcing import announce, listens_locally
 from .connections.interfaces import own_hosts
 from .connections.probe import connect_store
 from .connections.sockets import bind_all, is_itself, spell_address, spell_error
+from .protocol.exchanges import FEW
 from .protocol.news import StoreLost
 from .protocol.unique_id import UniqueId
 from .protocol.wire import F64, U32, unpack
@@ -28,6 +29,7 @@ _GREETS = 3.0  # seconds that one which listens is given at a time: it may have 
 _STILL_GREETS = 1.0  # seconds that the lost store is given: its port may have gone to a stranger since
 _REFUSES = 1.0  # seconds in which the listener of a process that died is gone, too
 _UNSURE_GRACE = 15.0  # seconds between the first and the last who notice that a host has vanished
+_BEHIND_RELAYS = 30.0  # more than that where some are behind relays, and others have TCP's patience
 
 assert _STILL_GREETS + _REFUSES < GRACE, "who looks there first comes too late"
 
@@ -77,7 +79,8 @@ class Succession:
         return self.places
 
     def hear(self, body: bytes) -> None:
-        """What the store tells all members: how many they are, and where its successors listen; nothing: as before."""
+        """What the store tells all members: how many of the job's processes it is not in, and where its successors
+        listen; nothing: as before."""
         self._certain = True
         if body:
             self.told, (count, *places) = body, unpack(body)
@@ -97,14 +100,15 @@ class Succession:
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
+        gone = end.orderly or self._certain  # the lost store's own process, which else may come, too
         patient = not self._certain
         while not stopped():
             silent = False
-            for places in self._order:
+            for number, places in enumerate(self._order):
                 if places == self._mine:
                     if silent and patient:  # where the store fell silent some notice it later than others
                         break
-                    return self._take_over(lost)
+                    return self._serving(lost, number) or self._take_over(lost, number, gone)
                 there = replace(lost, addresses=places)
                 found = _look(there, _GREETS)
                 if found is _Found.SERVES:
@@ -115,9 +119,17 @@ class Succession:
             patient = False
         return None
 
-    def _take_over(self, lost: UniqueId) -> UniqueId:
-        """Serve the job, also where it was served before if that is here: newcomers look there."""
-        from .store.server import StoreServer  # few processes need it, and imports count
+    def _serving(self, lost: UniqueId, number: int) -> UniqueId | None:
+        """One that comes after this one and waits for more than half already: those behind relays notice it late."""
+        later = () if self._certain else self._order[number + 1 :]
+        there = (replace(lost, addresses=places) for places in later)
+        return next((each for each in there if _serves(each, _STILL_GREETS)), None)
+
+    def _take_over(self, lost: UniqueId, number: int, gone: bool) -> UniqueId:
+        """Serve the job, also where it was served before if that is here: newcomers look there. This process is the
+        successor of this number; `gone`: the lost store's process does not come to it."""
+        from .store.returns import Claim  # few processes need them, and imports count
+        from .store.server import StoreServer
 
         listeners, self._listeners = self._listeners, []
         taken = replace(lost, addresses=self._mine)
@@ -128,7 +140,10 @@ class Succession:
                 log.info("newcomers will not find the store at %s: %s", spell_address(address), error)
         context, (opened, tls), linger = self._charge
         listeners += announce(lost.job_id)
-        quorum = 1 if self._certain else self._count // 2 + 1
+        rivals = tuple(self._order[number + 1 :]) if self._certain else None
+        quorum = (self._count + (not gone)) // 2 + 1
+        seconds = _UNSURE_GRACE + (_BEHIND_RELAYS if self._count >= FEW else 0.0)
+        claim = Claim(quorum, rivals, seconds, GRACE if self._certain else _UNSURE_GRACE)
         log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
         StoreServer(
             listeners,
@@ -137,7 +152,7 @@ class Succession:
             taken.to_bytes(),
             open_fetch=bool(opened),
             linger=F64.unpack(linger)[0],
-            succeeds=(quorum, GRACE if self._certain else _UNSURE_GRACE),
+            succeeds=claim,
             tls=bool(tls),
         )
         self._mine, self.hosts = (), True

@@ -73,7 +73,8 @@ class Op(IntEnum):
     BEAT = 78  # from a relay, now and then: it is there
     STAND = 79  # this process is to be a successor: the context of its greeting, 1 where it hands out the unique id,
     # seconds to wait at exit
-    SUCCESSORS = 80  # how many members there are, where each successor listens; nothing: as before
+    SUCCESSORS = 80  # how many of the job's processes the store is not in, where each successor listens; nothing: as
+    # before
 
 
 class Status(IntEnum):
@@ -115,16 +116,15 @@ def pack(fields: Iterable[bytes]) -> bytes:
 
 def unpack(body: bytes) -> list[bytes]:
     """The fields of a body; CommunicationError where it is cut short."""
-    fields, at = [], 0
-    while at < len(body):
-        if at + 4 > len(body):
-            raise CommunicationError(f"a frame ends inside a length: {len(body) - at} bytes left")
-        (length,) = U32.unpack_from(body, at)
-        at += 4
-        if at + length > len(body):
-            raise CommunicationError(f"a frame ends inside a field: wanted {length} bytes, got {len(body) - at}")
-        fields.append(body[at : at + length])
-        at += length
+    fields, at, size = [], 0, len(body)
+    while at < size:
+        if at + 4 > size:
+            raise CommunicationError(f"a frame ends inside a length: {size - at} bytes left")
+        begin = at + 4
+        at = begin + int.from_bytes(body[at:begin], "little")
+        if at > size:
+            raise CommunicationError(f"a frame ends inside a field: wanted {at - begin} bytes, got {size - begin}")
+        fields.append(body[begin:at])
     return fields
 
 

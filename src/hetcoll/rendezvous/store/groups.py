@@ -23,8 +23,9 @@ from ..protocol.keys import Keys, Member, RefusedError
 from ..protocol.wire import F64, MAX_ID, U32, WORLD, Frame, Op, Status, pack
 from .group import Group
 from .questions import Questions
+from .returns import Claim, Returns
 from .rolls import Rolls
-from .successors import Returns, Successors
+from .successors import Successors
 
 log = logging.getLogger("hetcoll.groups")
 
@@ -41,8 +42,7 @@ class Groups:
 
     `launched`: the process with the store is rank 0 of WORLD, and no other can be. `reserve` is told how many ranks
     WORLD has when the first of them comes, and says why they are too many, or nothing. `charge` is what successors are
-    told, nothing: there are to be none. `succeeds`: this store has taken the place of another, waits for so many
-    members, and so many seconds for ranks.
+    told, nothing: there are to be none. `succeeds`: this store takes the place of another.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Groups:
         launched: bool = False,
         reserve: Callable[[int], str] = lambda _: "",
         charge: bytes = b"",
-        succeeds: tuple[int, float] = (0, 0.0),
+        succeeds: Claim | None = None,
     ) -> None:
         self._clock, self._reserve = clock, reserve
         self._launched = launched
@@ -64,7 +64,7 @@ class Groups:
         self._successors = successors = Successors(charge, self._after)
         self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow)
         self._questions = Questions(self.rolls.find_current, self._groups, self._after, lambda: successors.told)
-        self.returns = Returns(self._find, self._part, self._catch_up, self.handle, self._after, *succeeds)
+        self.returns = Returns(self._find, self._part, self._catch_up, self.handle, self._after, succeeds)
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
             Op.JOIN: (5, self._join),
             Op.LEAVE: (2, self._leave),
@@ -113,6 +113,7 @@ class Groups:
         self._keys.drop(member)
         self.rolls.drop(member)
         self._successors.drop(member, silent)
+        self.returns.drop(member, silent)
         if self.alone:
             return
         self._questions.drop(member)
@@ -182,12 +183,21 @@ class Groups:
     def _return(self, member: Member, request: int, hosts: bytes, places: bytes, told: bytes, pasts: bytes) -> None:
         """A member of the store before this one."""
         self._successors.take_back(member, hosts == b"\1", places, told)
-        self.returns.take(member, pasts)
+        self.returns.take(member, places, pasts)
         for name, rank in member.ranks.items() if hosts == b"\1" else ():
             self._groups[name].host = rank
             self._push(self._groups[name], Op.HOST, name, U32.pack(rank))
-        if not self.returns.waits:
+        self._serve_if_sure()
+
+    def hear_of_death(self, token: bytes) -> None:
+        """Of a process that might serve in this one's place: see `Returns.watch`."""
+        self.returns.hear_of_death(token)
+        self._serve_if_sure()
+
+    def _serve_if_sure(self) -> None:
+        if self.returns.sure:
             self._successors.confirm()
+            self.returns.serve()
 
     def _find(self, name: bytes, size: int, *, new: bool) -> Group | None:
         return self._groups.get(name) or (self._create(name, size) if new else None)
@@ -335,8 +345,7 @@ class Groups:
         exchange.add(tag, rank, member, request, (shared, alike, own))
         if len(exchange.rows) == group.size:
             group.formed = True
-            if name == WORLD:
-                self._successors.begin()
+            self._successors.begin(group.members.values())
             if any(exchange.own.values()):
                 group.own[tag] = exchange.own
             group.exchanges.pop(tag).finish(group.size)

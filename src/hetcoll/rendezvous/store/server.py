@@ -25,6 +25,7 @@ from ..protocol.exchanges import FEW
 from ..protocol.unique_id import HOSTED
 from ..protocol.wire import F64, FrameReader, Op, Status, header, pack
 from .groups import Groups
+from .returns import Claim
 from .tree import Tree
 
 log = logging.getLogger("hetcoll.store")
@@ -53,7 +54,7 @@ class StoreServer:
         *,
         open_fetch: bool = False,
         linger: float = 0.0,
-        succeeds: tuple[int, float] = (0, 0.0),
+        succeeds: Claim | None = None,
         tls: bool = False,
     ) -> None:
         self._linger = linger
@@ -62,7 +63,7 @@ class StoreServer:
         self._job_id = context[:16]
         local = [b"", *(each.getsockname() for each in listeners if each.family == socket.AF_UNIX)][-1]
         charge = pack((context, bytes([open_fetch, tls]), F64.pack(linger), local))
-        launched = any(context[16:]) and not succeeds[0]
+        launched = any(context[16:]) and succeeds is None
         self._groups = Groups(launched=launched, reserve=_reserve, charge=charge, succeeds=succeeds)
         self._connections: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()  # have something queued since the last flush

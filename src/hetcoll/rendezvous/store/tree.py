@@ -105,6 +105,7 @@ class Tree:
     def __init__(self, groups: Groups, end: Callable[[Connection], None], selector: selectors.BaseSelector) -> None:
         self._groups, self._end = groups, end
         self.pulses = Pulses(selector, self._hear_of_death)
+        groups.returns.watch(self.pulses)
         self._nodes: dict[bytes, Node] = {}
         self._relays: list[Node] = []  # in the order in which they came
         self._waiting: list[_Waiting] = []
@@ -331,7 +332,10 @@ class Tree:
         self.pulses.forget(token)
 
     def _hear_of_death(self, token: bytes, reason: str, silent: bool) -> None:
-        self._lose(self._nodes[token], reason, silent=silent)
+        if (node := self._nodes.get(token)) is not None:
+            self._lose(node, reason, silent=silent)
+        elif not silent:
+            self._groups.hear_of_death(token)
 
     def _give_up(self, relay: Node) -> None:
         """Who is missing has not come back; nor have those that are still behind it, where that is a relay."""
