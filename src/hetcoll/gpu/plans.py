@@ -18,9 +18,10 @@ from ..plan.algorithms.atoms import AMONG
 from ..plan.algorithms.base import Algorithm
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
-from ..plan.order import Alike, enqueue_order, levels
+from ..plan.order import drawn_by, enqueue_order, levels
 from ..plan.pieces import GRAIN, SLOTS, Cut, Lengths, cut, piece_bytes
 from ..plan.pipeline import pipelined, ramp
+from ..plan.symmetry import Symmetry, everyone
 from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
 from ..types import LOGICAL, REDUCING, ROOTED, Collective, DType, ReduceOp
@@ -93,7 +94,7 @@ class GpuPlans(Generic[S]):
         self.kernel: MessageKernel | None = None
         """What carries small messages between two ranks, once their ways are known to work."""
         self._mates = next(island for island in islands.islands if rank in island)
-        self._bases: Kept[tuple[object, ...], tuple[list[Plan], Alike]] = Kept(_BASES)
+        self._bases: Kept[tuple[object, ...], tuple[list[Plan], Symmetry]] = Kept(_BASES)
         self._drawn: Kept[tuple[object, ...], tuple[Plan, Order, Order]] = Kept()
 
     def compile(self, call: Call) -> S:
@@ -118,11 +119,11 @@ class GpuPlans(Generic[S]):
             entry.name,
             bool(call.compress),
         )
-        base, alike = self._bases.get_or(key, lambda: self._base(call, islands, entry))
+        base, symmetry = self._bases.get_or(key, lambda: self._base(call, islands, entry))
         made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, Lengths.of(base), item)
         if len(islands) == 1:
             made = made._replace(at=(0, 1))
-        plan, order, rise = self._drawn.get_or((*key, made), lambda: self._draw(base, alike, made))
+        plan, order, rise = self._drawn.get_or((*key, made), lambda: self._draw(base, symmetry, made))
         points = plan.points()
         tables = [
             offsets(counts, units // len(counts), at, grain, made.length * made.equal)
@@ -230,7 +231,7 @@ class GpuPlans(Generic[S]):
             return ISLANDS[call.collective.plain]
         return self._planner.on_gpus(call.collective, call.nbytes, islands)
 
-    def _base(self, call: Call, islands: Islands, entry: Algorithm) -> tuple[list[Plan], Alike]:
+    def _base(self, call: Call, islands: Islands, entry: Algorithm) -> tuple[list[Plan], Symmetry]:
         """The plans that the order of this rank's steps follows from, and whose they are."""
         scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
         how: dict[str, Any] = {"root": call.root, "scale": scale and not whole, "logical": self._logical(call)}
@@ -239,10 +240,10 @@ class GpuPlans(Generic[S]):
             how |= {"hosts": islands, "compress": True, "groups": self._planner.compression.groups}
         elif len(islands) < self._size:
             how["hosts"] = islands
-        alike = Alike(tuple(range(self._size)))
+        symmetry = everyone(self._size)
         if not call.compress and not self._planner.ordered and call.collective.plain in AMONG:
-            alike = Alike.of(self._rank, islands, turns=entry.turns, rooted=call.collective in ROOTED)
-        return [entry.build(self._size, r, **how) for r in alike.ranks], alike
+            symmetry = drawn_by(self._rank, islands, turns=entry.turns, rooted=call.collective in ROOTED)
+        return [entry.build(self._size, r, **how) for r in symmetry.standing], symmetry
 
     def _serving(self, collective: Collective, dtype: DType, op: ReduceOp) -> tuple[Islands, Native | None]:
         """The islands of a call, and how their libraries reduce. These promise no order, and have algorithms of their
@@ -277,10 +278,10 @@ class GpuPlans(Generic[S]):
         first, most = piece_bytes(nbytes, self._slot_bytes)
         return f"{name}, in pieces of up to {most} bytes, the first of {first}"
 
-    def _draw(self, base: list[Plan], alike: Alike, made: Cut) -> tuple[Plan, Order, Order]:
+    def _draw(self, base: list[Plan], symmetry: Symmetry, made: Cut) -> tuple[Plan, Order, Order]:
         plans = pipelined(base, made.at, made.most)
-        mine = alike.ranks.index(self._rank)
-        return plans[mine], enqueue_order(plans, SLOTS, alike)[mine], levels(plans, SLOTS, _LAG, alike)[mine]
+        mine = symmetry.standing.index(self._rank)
+        return plans[mine], enqueue_order(plans, SLOTS, symmetry)[mine], levels(plans, SLOTS, _LAG, symmetry)[mine]
 
 
 class DeviceBinder:

@@ -60,7 +60,7 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
     Parameters
     ----------
     plans
-        Of all ranks, in rank order, or of those that stand for all (`order.Alike`); those of a barrier carry nothing
+        Of all ranks, in rank order, or of those that stand for all (`Symmetry`); those of a barrier carry nothing
         and stay as they are.
     cuts
         Rising offsets from 0 to the number of parts, one piece between two of them (see `ramp`). Each unit is cut into
