@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, zip_longest
 from math import lcm
 
@@ -55,9 +56,9 @@ class Split(Place):
         k = len(self.hosts[island])
         return range(self.units * j // k, self.units * (j + 1) // k)
 
-    def intervals(self, make: Make) -> list[Span]:
+    def intervals(self, make: Make) -> tuple[Span, ...]:
         """Of all members of my island."""
-        return [make(x.start, len(x)) for x in (self.interval(self.i, j) for j in range(self.k))]
+        return _intervals(make, self.units, self.k)
 
     def crossing(self, island: int) -> list[tuple[int, int, int]]:
         """(owner there, first unit, units) of the pieces of my interval, as another island splits it."""
@@ -71,6 +72,12 @@ class Split(Place):
     def others(self, sign: int) -> list[int]:
         """The other islands by their distance from mine, forwards or backwards."""
         return [self.host_after(sign * d) for d in range(1, self.m)]
+
+
+@lru_cache(maxsize=64)  # the very same of all members, of which there may be a thousand
+def _intervals(make: Make, units: int, k: int) -> tuple[Span, ...]:
+    cuts = [units * j // k for j in range(k + 1)]
+    return tuple(make(a, b - a) for a, b in pairwise(cuts))
 
 
 def _both(x: range, y: range) -> range:
