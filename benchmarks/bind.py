@@ -32,7 +32,7 @@ from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Plan
 from hetcoll.plan.simulator import prove
-from hetcoll.plan.simulator.turn import turning
+from hetcoll.plan.symmetry import symmetry_of
 from hetcoll.types import Collective, DType
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -101,12 +101,12 @@ def proof(collective: Collective, name: str, size: int, islands: Sequence[int]) 
     for rank in range(size):
         plans[rank]
     drawing = time.process_time()
-    turn = turning(plans)
-    report = prove(plans, turn)
+    symmetry = symmetry_of(plans)
+    report = prove(plans, symmetry)
     end = time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     times = f"{drawing - start:.2f} | {end - drawing:.2f}"
-    return f"| {name} | {label} | {report.steps} | {turn.each} | {times} | {peak:.0f} |"
+    return f"| {name} | {label} | {report.steps} | {len(symmetry.standing)} | {times} | {peak:.0f} |"
 
 
 def proofs(collective: Collective, names: Sequence[str], sizes: Sequence[int], islands: Sequence[int]) -> None:

@@ -462,14 +462,18 @@ def test_ranks_that_capture_different_calls(fresh: Any, eager: bool) -> None:
 @pytest.mark.parametrize("lag", [1, 3])
 def test_levels_rise_with_what_waits(lag: int) -> None:
     from hetcoll.plan.algorithms import find
-    from hetcoll.plan.order import Alike, _waits, levels
+    from hetcoll.plan.order import _waits, levels
     from hetcoll.plan.pipeline import pipelined, ramp
+    from hetcoll.plan.symmetry import everyone
     from hetcoll.types import Collective
 
     for size, length, slots in itertools.product((2, 3), (1, 9), (2, 3)):
         base = [find(Collective.ALLREDUCE, "direct").build(size, r) for r in range(size)]
         plans = pipelined(base, ramp(length, 4))
         found = levels(plans, slots, lag)
-        for (rank, step), earlier in _waits(plans, slots, Alike(tuple(range(size)))).items():
-            for (r, i), _ in earlier:
-                assert found[r][i] + (1 if r == rank else lag) <= found[rank][step]
+        numbers, before = _waits(plans, slots, everyone(size))
+        level = {number: found[r][i] for r, row in enumerate(numbers) for i, number in enumerate(row)}
+        rank = {number: r for r, row in enumerate(numbers) for number in row}
+        for number, waits in enumerate(before):
+            for earlier, _ in waits:
+                assert level[earlier] + (1 if rank[earlier] == rank[number] else lag) <= level[number]

@@ -20,7 +20,7 @@ from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Op, Plan
-from hetcoll.plan.order import Alike, enqueue_order, levels
+from hetcoll.plan.order import drawn_by, enqueue_order, levels
 from hetcoll.plan.pipeline import pipelined, ramp
 from hetcoll.plan.simulator import check, serialisable
 from hetcoll.plan.topology import RankInfo, Topology
@@ -161,33 +161,42 @@ def test_ranks_that_fare_alike_have_the_levels_of_all() -> None:
             whole, order = levels(plans, 3, 3), enqueue_order(plans, 3)
             for rank in (0, n - 1):
                 for turns in (True, False):
-                    alike = Alike.of(rank, islands, turns=turns, rooted=False)
-                    few = pipelined([entry.build(n, r, hosts=islands) for r in alike.ranks], cuts, most)
-                    mine = alike.ranks.index(rank)
+                    symmetry = drawn_by(rank, islands, turns=turns, rooted=False)
+                    few = pipelined([entry.build(n, r, hosts=islands) for r in symmetry.standing], cuts, most)
+                    mine = symmetry.standing.index(rank)
                     assert few[mine] == plans[rank]
-                    assert levels(few, 3, 3, alike)[mine] == whole[rank]
-                    assert enqueue_order(few, 3, alike)[mine] == order[rank]
-                    seen += len(alike.ranks) == 1
+                    assert levels(few, 3, 3, symmetry)[mine] == whole[rank]
+                    assert enqueue_order(few, 3, symmetry)[mine] == order[rank]
+                    seen += len(symmetry.standing) == 1
     assert seen > 50
 
 
-@pytest.mark.parametrize("entry", [entry for entry in FLAT if entry.collective not in ROOTED])
-def test_members_of_one_place_have_the_levels_of_all(entry: Algorithm) -> None:
-    for islands in (side_by_side(2, 2), side_by_side(3, 3, 3), side_by_side(2, 2, 2, 2, 2)):
-        if entry.supports(len(islands)):
-            plans = pipelined(build(entry, islands), (0, 1, 3, 4))
-            for rank in (0, 1, len(plans) - 1):
-                alike = Alike.of(rank, islands, turns=False, rooted=False)
-                few = [plans[r] for r in alike.ranks]
-                assert levels(few, 3, 3, alike)[alike.ranks.index(rank)] == levels(plans, 3, 3)[rank]
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_part_of_islands_whose_sizes_have_a_common_divisor_has_the_levels_of_all(data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, 4))
+    sizes = data.draw(st.lists(st.integers(1, 3).map(lambda k: parts * k), min_size=2, max_size=4))
+    ranks = iter(data.draw(st.permutations(range(sum(sizes)))))
+    islands = tuple(tuple(next(ranks) for _ in range(k)) for k in sizes)
+    flat = [e for e in FLAT if e.collective not in ROOTED and e.supports(len(sizes))]
+    entry = data.draw(st.sampled_from([*map(among, flat), *(ISLANDS[e.collective] for e in flat)]))
+    plans = [entry.build(sum(sizes), r, hosts=islands) for r in range(sum(sizes))]
+    plans = pipelined(plans, *data.draw(st.sampled_from([((0, 1), None), ((0, 1, 4, 5), 2), ((0, 1, 2, 3, 4), 1)])))
+    rank = data.draw(st.integers(0, len(plans) - 1))
+    symmetry = drawn_by(rank, islands, turns=entry.turns, rooted=False)
+    assert len(symmetry.standing) <= sum(k // parts for k in sizes)
+    few, mine = [plans[r] for r in symmetry.standing], symmetry.standing.index(rank)
+    assert levels(few, 3, 3, symmetry)[mine] == levels(plans, 3, 3)[rank]
 
 
 def test_whose_plans_a_rank_draws() -> None:
     eights = side_by_side(*[8] * 128)
-    assert Alike.of(77, eights, turns=True, rooted=False).ranks == (77,)
-    assert Alike.of(77, eights, turns=False, rooted=False).ranks == tuple(range(5, 1024, 8))
-    for islands, rooted in ((eights, True), (side_by_side(500, 524), False)):
-        assert Alike.of(77, islands, turns=True, rooted=rooted).ranks == tuple(range(1024))
+    assert drawn_by(77, eights, turns=True, rooted=False).standing == (77,)
+    assert drawn_by(77, eights, turns=False, rooted=False).standing == tuple(range(5, 1024, 8))
+    assert drawn_by(77, eights, turns=True, rooted=True).standing == tuple(range(1024))
+    of_few = drawn_by(77, side_by_side(64, 192), turns=True, rooted=False).standing
+    assert of_few == (4, 76, 77, 78)
+    assert len(drawn_by(77, side_by_side(500, 524), turns=True, rooted=False).standing) == 256
 
 
 def test_which_algorithms_turn() -> None:

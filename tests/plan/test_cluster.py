@@ -17,8 +17,8 @@ from hetcoll.plan.algorithms.tree import family
 from hetcoll.plan.cluster import Cluster, Wiring, read
 from hetcoll.plan.forecast import candidates, forecast
 from hetcoll.plan.ir import Plan
-from hetcoll.plan.simulator.graph import Tasks, Weaver, alike
-from hetcoll.plan.simulator.timing import everyone
+from hetcoll.plan.simulator.graph import Tasks, Weaver
+from hetcoll.plan.symmetry import Stand, everyone
 from hetcoll.types import Collective
 
 CLUSTERS = sorted((Path(__file__).parents[2] / "docs/examples/clusters").glob("*.toml"))
@@ -86,8 +86,9 @@ def test_what_stands_for_all_is_compared_with_what_it_stands_for() -> None:
     cluster = plain()
     assert cluster.symmetry
     plans = drawn(cluster, "ring")
-    assert alike(plans[0], plans[2], cluster.symmetry, 1)
-    assert not alike(plans[0], plans[1], cluster.symmetry, 1)
+    stand = Stand(plans[0], cluster.symmetry)
+    assert stand.fits(plans[2], 1)
+    assert not stand.fits(plans[1], 1)
     assert plain("slow.node/1=2").symmetry is None
     assert plain("hosts.node.count=1").symmetry is None
 

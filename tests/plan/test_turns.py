@@ -15,7 +15,7 @@ from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Plan
 from hetcoll.plan.simulator import PlanError, Report, check, prove
-from hetcoll.plan.simulator.turn import Turn, alone, turning
+from hetcoll.plan.symmetry import Symmetry, everyone, symmetry_of
 from hetcoll.types import Collective
 
 AR, AG, RS, A2A = Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER, Collective.ALLTOALL
@@ -59,9 +59,9 @@ TURNING = {
 turning_sets = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in TURNING.items()])
 
 
-def outcome(plans: Sequence[Plan], turn: Turn, inplace: bool) -> Report | None:
+def outcome(plans: Sequence[Plan], symmetry: Symmetry, inplace: bool) -> Report | None:
     try:
-        return prove(plans, turn, inplace=inplace, scale=False)
+        return prove(plans, symmetry, inplace=inplace, scale=False)
     except PlanError:
         return None
 
@@ -69,30 +69,30 @@ def outcome(plans: Sequence[Plan], turn: Turn, inplace: bool) -> Report | None:
 @turning_sets
 def test_what_turns_is_found_and_comes_to_the_same(make: Callable[[], list[Plan]]) -> None:
     plans = make()
-    turn = turning(plans)
-    assert turn.times == (3 if len(plans) in (3, 6) else 4)
+    symmetry = symmetry_of(plans)
+    assert symmetry.times == (3 if len(plans) in (3, 6) else 4)
     for inplace in (False, True):
-        report = outcome(plans, turn, inplace)
+        report = outcome(plans, symmetry, inplace)
         assert report is not None
-        assert report == outcome(plans, alone(len(plans)), inplace)
+        assert report == outcome(plans, everyone(len(plans)), inplace)
 
 
 @turning_sets
 def test_an_edit_of_all_ranks_is_caught_where_it_is_without_stand_ins(make: Callable[[], list[Plan]]) -> None:
     """Each edit of the plan of rank 0, and of those it stands for; some of two edits."""
     plans, seen, rng = make(), 0, random.Random(7)
-    turn = turning(plans)
+    symmetry = symmetry_of(plans)
     mutants = [plan for kind in KINDS for _, plan in kind(plans[0])]
     mutants = rng.sample(mutants, min(len(mutants), 120))
     for mutant in (*mutants, *(another(mutant, rng) for mutant in mutants[:20])):
         wrong = list(plans)
-        for strides, rank in enumerate(turn.ranks(0)):
-            wrong[rank] = replace(mutant, rank=rank, steps=tuple(turn.step(step, strides) for step in mutant.steps))
-        found = turning(wrong)
+        for strides, rank in enumerate(symmetry.orbit(0)):
+            wrong[rank] = replace(mutant, rank=rank, steps=tuple(symmetry.step(step, strides) for step in mutant.steps))
+        found = symmetry_of(wrong)
         if found.times > 1:  # else what it moves does not stay in one piece
             seen += 1
             for inplace in (False, True):
-                assert outcome(wrong, found, inplace) == outcome(wrong, alone(len(wrong)), inplace)
+                assert outcome(wrong, found, inplace) == outcome(wrong, everyone(len(wrong)), inplace)
     assert seen > 20
 
 
@@ -107,7 +107,7 @@ def test_an_edit_of_one_rank_is_no_turn(make: Callable[[], list[Plan]]) -> None:
     for rank in (1, len(plans) - 1):
         for kind in KINDS:
             for what, mutant in kind(plans[rank]):
-                assert turning([*plans[:rank], mutant, *plans[rank + 1 :]]).times == 1, what
+                assert symmetry_of([*plans[:rank], mutant, *plans[rank + 1 :]]).times == 1, what
 
 
 def test_an_edit_that_only_breaks_the_symmetry_is_proved_for_itself() -> None:
@@ -116,22 +116,22 @@ def test_an_edit_that_only_breaks_the_symmetry_is_proved_for_itself() -> None:
     i, j = (k for k, step in enumerate(plans[3].steps) if step.lane == 1 and step.peer in (1, 0))
     first, second = plans[3].steps[i].peer, plans[3].steps[j].peer
     plans[3] = edited(edited(plans[3], i, peer=second), j, peer=first)
-    assert turning(plans).times == 1
+    assert symmetry_of(plans).times == 1
     assert passes(plans, False)
 
 
 def test_units_turn_within_each_stretch() -> None:
     entry = find(AR, "staged")
     plans = [entry.build(4, rank, stretches=3) for rank in range(4)]
-    turn = turning(plans)
-    assert (turn.times, turn.blocks) == (4, (4, 4, 4))
-    assert outcome(plans, turn, False) == outcome(plans, alone(4), False)
+    symmetry = symmetry_of(plans)
+    assert (symmetry.times, symmetry.blocks) == (4, (4, 4, 4))
+    assert outcome(plans, symmetry, False) == outcome(plans, everyone(4), False)
 
 
 def test_ranks_that_no_other_can_stand_for() -> None:
     """Those of a call with a root, and those with whom no other does the same."""
     for kind, name in ((Collective.BROADCAST, "ring"), (AR, "tree"), (AR, "oneshot")):
-        assert turning(flat(kind, name, 4)).times == 1
+        assert symmetry_of(flat(kind, name, 4)).times == 1
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import hetcoll._native as _native
 from ..calls import Call
 from ..plan.algorithms.atoms import AMONG
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
-from ..plan.order import Alike, enqueue_order, levels
+from ..plan.order import drawn_by, enqueue_order, levels
 from ..plan.pieces import GRAIN, SLOTS, Cut, Lengths, cut, message_pieces
 from ..plan.pipeline import pipelined, ramp
+from ..plan.symmetry import Symmetry, everyone
 from ..runtime.planner import Kept, Planner
 from ..types import LOGICAL, REDUCING, ROOTED, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import codec_names
@@ -93,7 +94,7 @@ class GpuPlans(Generic[S]):
         self.kernel: MessageKernel | None = None
         """What binds messages that are its, once the ways of the host are known to work."""
         self._mates = next(island for island in islands.islands if rank in island)
-        self._bases: Kept[tuple[object, ...], tuple[list[Plan], Alike]] = Kept(_BASES)
+        self._bases: Kept[tuple[object, ...], tuple[list[Plan], Symmetry]] = Kept(_BASES)
         self._drawn: Kept[tuple[object, ...], tuple[Plan, Order, Order]] = Kept()
 
     def compile(self, call: Call, choice: Choice) -> S:
@@ -115,11 +116,11 @@ class GpuPlans(Generic[S]):
             entry.name,
             bool(call.compress),
         )
-        base, alike = self._bases.get_or(key, lambda: self._base(call, choice))
+        base, symmetry = self._bases.get_or(key, lambda: self._base(call, choice))
         made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, Lengths.of(base), item)
         if len(islands) == 1:
             made = made._replace(at=(0, 1))
-        plan, order, rise = self._drawn.get_or((*key, made), lambda: self._draw(base, alike, made))
+        plan, order, rise = self._drawn.get_or((*key, made), lambda: self._draw(base, symmetry, made))
         points = plan.points()
         tables = [
             offsets(counts, units // len(counts), at, grain, made.length * made.equal)
@@ -224,7 +225,7 @@ class GpuPlans(Generic[S]):
         smallest, largest = message_pieces(nbytes, self._slot_bytes)
         return ramp(max(1, -(-nbytes // smallest)), largest // smallest)
 
-    def _base(self, call: Call, choice: Choice) -> tuple[list[Plan], Alike]:
+    def _base(self, call: Call, choice: Choice) -> tuple[list[Plan], Symmetry]:
         """The plans that the order of this rank's steps follows from, and whose they are."""
         entry, islands = choice.algorithm, choice.islands
         assert entry is not None, "it is a plan"
@@ -235,18 +236,18 @@ class GpuPlans(Generic[S]):
             how |= {"hosts": islands, "compress": True, "groups": self._planner.compression.groups}
         elif len(islands) < self._size:
             how["hosts"] = islands
-        alike = Alike(tuple(range(self._size)))
+        symmetry = everyone(self._size)
         if not call.compress and not self._planner.ordered and call.collective.plain in AMONG:
-            alike = Alike.of(self._rank, islands, turns=entry.turns, rooted=call.collective in ROOTED)
-        return [entry.build(self._size, r, **how) for r in alike.ranks], alike
+            symmetry = drawn_by(self._rank, islands, turns=entry.turns, rooted=call.collective in ROOTED)
+        return [entry.build(self._size, r, **how) for r in symmetry.standing], symmetry
 
     def _logical(self, call: Call) -> bool:
         return call.op in LOGICAL and self._size == 1
 
-    def _draw(self, base: list[Plan], alike: Alike, made: Cut) -> tuple[Plan, Order, Order]:
+    def _draw(self, base: list[Plan], symmetry: Symmetry, made: Cut) -> tuple[Plan, Order, Order]:
         plans = pipelined(base, made.at, made.most)
-        mine = alike.ranks.index(self._rank)
-        return plans[mine], enqueue_order(plans, SLOTS, alike)[mine], levels(plans, SLOTS, _LAG, alike)[mine]
+        mine = symmetry.standing.index(self._rank)
+        return plans[mine], enqueue_order(plans, SLOTS, symmetry)[mine], levels(plans, SLOTS, _LAG, symmetry)[mine]
 
 
 class DeviceBinder:

@@ -11,7 +11,8 @@ from ..types import ROOTED, Collective
 from .document import Document
 from .ir import Op, Step
 from .pieces import CALLS
-from .simulator.graph import Group, Route, Server, Symmetry, Use
+from .simulator.graph import Route, Server, Use
+from .symmetry import Symmetry
 
 HOSTS = {
     "name": "name", "count": "count", "ranks": "some", "vendor": "cuda|hip", "cores": "some", "nics": "some",
@@ -149,17 +150,19 @@ class Cluster:
 
     @property
     def symmetry(self) -> Symmetry | None:
-        """Hosts that fare alike where plans are drawn alike for them; None where each is on its own."""
+        """That of plans that are drawn alike for hosts that fare alike: each and the one a switch further, of all kinds
+        together; None where each is on its own."""
         kinds = [kind for kind in self.kinds if kind.count]
         stride = self.hosts_per_switch if self.uplink else 1
         counts = {kind.count for kind in kinds}
         if self.slow or self.lost or len(counts) != 1 or (count := counts.pop()) % stride or count == stride:
             return None
-        groups, begin = [], 0
+        orbits, begin = list[range](), 0
         for kind in kinds:
-            groups.append(Group(begin, count, kind.ranks))
-            begin += count * kind.ranks
-        return Symmetry(tuple(groups), stride)
+            end, each = begin + count * kind.ranks, stride * kind.ranks
+            orbits += (range(rank, end, each) for rank in range(begin, begin + each))
+            begin = end
+        return Symmetry(tuple(orbits))
 
 
 def read(text: str, name: str, changes: tuple[str, ...] = ()) -> Cluster:

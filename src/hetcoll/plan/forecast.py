@@ -20,9 +20,9 @@ from .cluster import Cluster, Wiring
 from .ir import Op, Plan, Step
 from .one_kernel import BY_KERNEL, MOST_RANKS, moves
 from .pieces import BEGIN_CALLS, SLOTS, Cut, Lengths, cut, slot_bytes, spill
-from .simulator.graph import Outcome, Server, Symmetry, Tasks, Weaver, alike
+from .simulator.graph import Outcome, Server, Tasks, Weaver
 from .simulator.streams import Piecewise
-from .simulator.timing import everyone
+from .symmetry import Stand, Symmetry, everyone
 
 MOST_TASKS = 3_000_000
 MANY = 256
@@ -171,11 +171,9 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0,
         entry = among_hosts(entry, led=led)
     draw = _Drawing(cluster, entry, root, between or name == "islands")
     symmetry = cluster.symmetry
-    if symmetry is not None and draw.fits(symmetry):
-        standing = symmetry.standing()
-    else:
-        symmetry, standing = everyone(cluster.size), list(range(cluster.size))
-    kept = symmetry
+    if symmetry is None or not draw.fits(symmetry):
+        symmetry = everyone(cluster.size)
+    kept, standing = symmetry, symmetry.standing
 
     first = draw.plan(standing[0])
     steps = len(standing) * len(first.steps)
@@ -238,14 +236,14 @@ class _Drawing:
         return self._kept[rank]
 
     def fits(self, symmetry: Symmetry) -> bool:
-        """Whether the first rank of each group, and the last, do as those one stride further and at the end do."""
-        for group in symmetry.groups:
-            last = group.hosts // symmetry.stride - 1
-            for rank in {group.begin, group.begin + symmetry.stride * group.each - 1}:
-                plan = self._kept[rank] = self.plan(rank)
-                for strides in {1, last}:
-                    if not alike(plan, self.plan(symmetry.move(rank, strides)), symmetry, strides):
-                        return False
+        """Whether of ranks that stand for others and lie side by side the first and the last do as those one stride
+        further and at the end do."""
+        standing, ends = set(symmetry.standing), {1, symmetry.times - 1}
+        for rank in (rank for rank in symmetry.standing if not {rank - 1, rank + 1} <= standing):
+            plan = self._kept[rank] = self.plan(rank)
+            stand = Stand(plan, symmetry)
+            if not all(stand.fits(self.plan(symmetry.move(rank, strides)), strides) for strides in ends):
+                return False
         return True
 
 

@@ -66,17 +66,17 @@ class Op(IntEnum):
     ROUND = 7  # dst = src as a compressed edge carries it, with what was lost at the last call added first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Span:
-    """`count` units of `buf` from unit `start` on.
+    """`count` units of `buf` from unit `start` on. Never changed, as a `Step`.
 
     SCRATCH consists of whole copies of the buffer that `Plan.scratch_like` names: unit `k * units + i` is unit `i`
     of copy `k`. A span never crosses from one copy into the next.
     """
 
-    buf: Buf
-    start: int
-    count: int = 1
+    buf: Final[Buf]
+    start: Final[int]
+    count: Final[int] = 1
 
     def __str__(self) -> str:
         return f"{self.buf.name.lower()}[{self.start}:{self.start + self.count}]"
@@ -365,14 +365,15 @@ class Builder:
 
         Deps on the same lane, and on what an earlier step of this lane has waited for, are dropped.
         """
-        steps, waited = self.steps, self.waited
-        kept = list[int]()
+        steps = self.steps
+        kept: tuple[int, ...] = ()
         for d in deps:
-            if d is not None and (other := steps[d].lane) != lane and d > waited.get((lane, other), -1):
-                kept.append(d)
-        if len(kept) > 1:
-            kept = sorted(set(kept))
-        for d in kept:
-            waited[lane, steps[d].lane] = d
-        steps.append(Step(op, lane, src, dst, peer, channel, tuple(kept), local, compressed))
+            if d is not None and (other := steps[d].lane) != lane and d > self.waited.get((lane, other), -1):
+                kept += (d,)
+        if kept:
+            if len(kept) > 1:
+                kept = tuple(sorted(set(kept)))
+            for d in kept:
+                self.waited[lane, steps[d].lane] = d
+        steps.append(Step(op, lane, src, dst, peer, channel, kept, local, compressed))
         return len(steps) - 1

@@ -28,6 +28,8 @@ from ..types import WHOLE, Collective
 from .ir import Op, Plan, Span, Step
 from .simulator import follows
 
+Parts = tuple[Span | None, ...]
+
 
 def ramp(length: int, most: int) -> tuple[int, ...]:
     """Cuts of `length` parts into pieces of 1, 2, 4, ... and at most `most` parts, then down again to 1.
@@ -60,7 +62,7 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
     Parameters
     ----------
     plans
-        Of all ranks, in rank order, or of those that stand for all (`order.Alike`); those of a barrier carry nothing
+        Of all ranks, in rank order, or of those that stand for all (`Symmetry`); those of a barrier carry nothing
         and stay as they are.
     cuts
         Rising offsets from 0 to the number of parts, one piece between two of them (see `ramp`). Each unit is cut into
@@ -80,7 +82,9 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
     if cuts[-1] == 1 or any(plan.collective is Collective.BARRIER for plan in plans):
         return list(plans)
     units = (most or cuts[-1]) * longest_message(plans)
-    return [_pipelined(plan, tuple(cuts), units, _starts(plans, plan.island)) for plan in plans]
+    islands = {plan.island for plan in plans}
+    starts, shared = {island: _starts(plans, island) for island in islands}, _Shared()
+    return [_pipelined(plan, tuple(cuts), units, starts[plan.island], shared) for plan in plans]
 
 
 def longest_message(plans: Sequence[Plan]) -> int:
@@ -91,12 +95,25 @@ def longest_message(plans: Sequence[Plan]) -> int:
 
 def _starts(plans: Sequence[Plan], island: tuple[int, ...]) -> list[bool]:
     """For each LOCAL step of an island, whether it waits for anything but its lane, on any member."""
-    members = [plan for plan in plans if plan.rank in island]
+    members = [plan for plan in plans if plan.island == island]
     rows = [[bool(step.deps) for step in plan.steps if step.op is Op.LOCAL] for plan in members]
     return [any(waits) for waits in zip_longest(*rows)]
 
 
-def _pipelined(plan: Plan, cuts: tuple[int, ...], most: int, starts: list[bool]) -> Plan:
+class _Shared:
+    """What `_cut` makes of the parts of LOCAL steps, once where the members of an island have the very same ones."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, int, int], list[Parts]] = {}
+
+    def rows(self, plan: Plan, parts: Parts, begin: int, end: int, n: int) -> list[Parts]:
+        key = (id(parts), begin, end)  # the plans keep them
+        if key not in self._rows:
+            self._rows[key] = list(zip_longest(*(_cut(plan, part, begin, end, n) for part in parts)))
+        return self._rows[key]
+
+
+def _pipelined(plan: Plan, cuts: tuple[int, ...], most: int, starts: list[bool], shared: _Shared) -> Plan:
     n = cuts[-1]
     steps: list[Step] = []
     pieces: dict[int, list[list[list[int]]]] = {}  # of each old step, of each piece, of each share: its new steps
@@ -106,7 +123,7 @@ def _pipelined(plan: Plan, cuts: tuple[int, ...], most: int, starts: list[bool])
             for old in together:
                 step = plan.steps[old]
                 mine: list[list[int]] = []
-                for i, whole in enumerate(_piece(plan, step, begin, end, n)):
+                for i, whole in enumerate(_piece(plan, step, begin, end, n, shared)):
                     messages = _messages(whole, most)
                     mine.append(list(range(len(steps), len(steps) + len(messages))))
                     for j, new in enumerate(messages):
@@ -142,14 +159,15 @@ def _batches(plan: Plan, starts: list[bool]) -> list[list[int]]:
     return batches
 
 
-def _piece(plan: Plan, step: Step, begin: int, end: int, n: int) -> list[Step]:
+def _piece(plan: Plan, step: Step, begin: int, end: int, n: int, shared: _Shared) -> list[Step]:
     """What the parts [begin, end) of n are of a step: one step for each share that its longest span touches."""
-    spans = [step.src, step.dst, *(step.local.parts if step.local else ())]
-    rows = list(zip_longest(*(_cut(plan, span, begin, end, n) for span in spans))) or [(None,) * len(spans)]
+    parts = () if step.local is None else step.local.parts
+    spans = (_cut(plan, step.src, begin, end, n), _cut(plan, step.dst, begin, end, n))
+    rows = zip_longest(*spans, shared.rows(plan, parts, begin, end, n) if parts else ())
     return [
-        replace(step, src=row[0], dst=row[1], local=replace(step.local, parts=row[2:]) if step.local else None)
-        for row in rows
-    ]
+        replace(step, src=src, dst=dst, local=step.local and replace(step.local, parts=row or (None,) * len(parts)))
+        for src, dst, row in rows
+    ] or [step]
 
 
 def _cut(plan: Plan, span: Span | None, begin: int, end: int, n: int) -> list[Span]:

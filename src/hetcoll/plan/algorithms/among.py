@@ -135,8 +135,7 @@ class _Shares(_Inside, Shares):
         p, at = self.p, self.at
         own = None
         if at.k > 1:
-            shares = [at.share(out, mate) for mate in at.mates]
-            own = p.local(self.lane, Collective.ALLGATHER, src=inp(0, at.pieces), parts=shares)
+            own = p.local(self.lane, Collective.ALLGATHER, src=inp(0, at.pieces), parts=at.shares(out))
         self.run(skip=own)
         for region in self._order(Buf.RECV, first=False) if at.k > 1 else ():
             if region != at.i:

@@ -32,22 +32,21 @@ from ..costs import COSTS, LEVELS, Cost, Hosts, Levels
 from ..ir import Buf, Builder, Local, Op, Plan, Span, cut
 
 After = Iterable[int | None]
-_span = lru_cache(maxsize=3 << 13)(Span)  # those that recur in a plan, or in those of other ranks, are made once
 
 
 def inp(start: int = 0, count: int = 1) -> Span:
     """`count` units of the caller's input (SEND). Never written."""
-    return _span(Buf.SEND, start, count)
+    return Span(Buf.SEND, start, count)
 
 
 def out(start: int = 0, count: int = 1) -> Span:
     """`count` units of the caller's output (RECV). In place it is the same memory as the input."""
-    return _span(Buf.RECV, start, count)
+    return Span(Buf.RECV, start, count)
 
 
 def tmp(start: int = 0, count: int = 1) -> Span:
     """`count` units of the communicator's scratch memory."""
-    return _span(Buf.SCRATCH, start, count)
+    return Span(Buf.SCRATCH, start, count)
 
 
 @dataclass(slots=True, kw_only=True)

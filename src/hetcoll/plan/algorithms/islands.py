@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, zip_longest
 from math import lcm
 
@@ -55,9 +56,9 @@ class Split(Place):
         k = len(self.hosts[island])
         return range(self.units * j // k, self.units * (j + 1) // k)
 
-    def intervals(self, make: Make) -> list[Span]:
+    def intervals(self, make: Make) -> tuple[Span, ...]:
         """Of all members of my island."""
-        return [make(x.start, len(x)) for x in (self.interval(self.i, j) for j in range(self.k))]
+        return _intervals(make, self.units, self.k)
 
     def crossing(self, island: int) -> list[tuple[int, int, int]]:
         """(owner there, first unit, units) of the pieces of my interval, as another island splits it."""
@@ -71,6 +72,12 @@ class Split(Place):
     def others(self, sign: int) -> list[int]:
         """The other islands by their distance from mine, forwards or backwards."""
         return [self.host_after(sign * d) for d in range(1, self.m)]
+
+
+@lru_cache(maxsize=64)  # the very same of all members, of which there may be a thousand
+def _intervals(make: Make, units: int, k: int) -> tuple[Span, ...]:
+    cuts = [units * j // k for j in range(k + 1)]
+    return tuple(make(a, b - a) for a, b in pairwise(cuts))
 
 
 def _both(x: range, y: range) -> range:
@@ -185,12 +192,9 @@ class Regions(Place):
         p.pieces = self.pieces = lcm(*map(len, p.hosts)) * parts
         self.home = next(i for i, island in enumerate(p.hosts) if p.root in island)
 
-    def split(self, region: int, island: int) -> list[Piece]:
+    def split(self, region: int, island: int) -> tuple[Piece, ...]:
         """The region of one island as another's members split it, in order."""
-        owners, n, k = self.hosts[region], self.pieces, len(self.hosts[island])
-        each = len(owners) * n // k
-        cuts = sorted({*range(0, len(owners) * n + 1, n), *range(0, len(owners) * n + 1, each)})
-        return [Piece(owners[a // n], a // each, a % n, b - a) for a, b in pairwise(cuts)]
+        return _split(self.hosts[region], len(self.hosts[island]), self.pieces)
 
     def span(self, make: Make, piece: Piece) -> Span:
         """Where a piece lies in a buffer of all shares."""
@@ -199,18 +203,16 @@ class Regions(Place):
     def share(self, make: Make, rank: int) -> Span:
         return make(rank * self.pieces, self.pieces)
 
-    def rows(self, make: Make, region: int, *, merge: bool = False) -> Iterator[tuple[Span | None, ...]]:
+    def shares(self, make: Make) -> tuple[Span, ...]:
+        """Those of all members of my island."""
+        return _shares(make, self.mates, self.pieces)
+
+    def rows(self, make: Make, region: int, *, merge: bool = False) -> tuple[tuple[Span | None, ...], ...]:
         """What each member of my island has of another's region: a piece each, as often as it takes.
 
         `merge` makes one span of pieces that lie side by side: once suffices where the region does.
         """
-        members: list[list[Span]] = [[] for _ in range(self.k)]
-        for piece in self.split(region, self.i):
-            spans, span = members[piece.j], self.span(make, piece)
-            if merge and spans and spans[-1].start + spans[-1].count == span.start:
-                span = make(spans[-1].start, spans.pop().count + span.count)
-            spans.append(span)
-        return zip_longest(*members)
+        return _rows(make, self.hosts[region], self.k, self.pieces, merge)
 
     def own(self, region: int) -> list[Piece]:
         """My pieces of another island's region."""
@@ -226,12 +228,35 @@ class Regions(Place):
         return [self.host_after(sign * d) for d in range(1, self.m)]
 
 
+@lru_cache(maxsize=64)
+def _split(owners: tuple[int, ...], k: int, n: int) -> tuple[Piece, ...]:
+    each = len(owners) * n // k
+    cuts = sorted({*range(0, len(owners) * n + 1, n), *range(0, len(owners) * n + 1, each)})
+    return tuple(Piece(owners[a // n], a // each, a % n, b - a) for a, b in pairwise(cuts))
+
+
+@lru_cache(maxsize=64)  # the very same of all members, as `_intervals`
+def _rows(make: Make, owners: tuple[int, ...], k: int, n: int, merge: bool) -> tuple[tuple[Span | None, ...], ...]:
+    members: list[list[Span]] = [[] for _ in range(k)]
+    for piece in _split(owners, k, n):
+        spans, span = members[piece.j], make(piece.rank * n + piece.start, piece.count)
+        if merge and spans and spans[-1].start + spans[-1].count == span.start:
+            span = make(spans[-1].start, spans.pop().count + span.count)
+        spans.append(span)
+    return tuple(zip_longest(*members))
+
+
+@lru_cache(maxsize=64)
+def _shares(make: Make, ranks: tuple[int, ...], n: int) -> tuple[Span, ...]:
+    return tuple(make(rank * n, n) for rank in ranks)
+
+
 @_register(Collective.ALLGATHER, turns=True)
 def allgather(p: Draft) -> None:
     """The members of every other island get an interval of each region, and gather it there."""
     at = Regions(p)
     if at.k > 1:
-        p.local(LOCAL, Collective.ALLGATHER, src=inp(0, at.pieces), parts=[at.share(out, mate) for mate in at.mates])
+        p.local(LOCAL, Collective.ALLGATHER, src=inp(0, at.pieces), parts=at.shares(out))
     else:
         p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
     for island in at.others(1):
@@ -259,8 +284,7 @@ def reduce_scatter(p: Draft) -> None:
             p.send(SEND, sent, piece.rank, after=[ready])
     ready = None
     if at.k > 1:
-        parts = tuple(at.share(inp, mate) for mate in at.mates)
-        ready = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=out(0, at.pieces), parts=parts)
+        ready = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=out(0, at.pieces), parts=at.shares(inp))
     first = ready
     for d, island in enumerate(at.others(-1)):
         for peer, piece in at.mine(island):
@@ -280,7 +304,7 @@ def gather(p: Draft) -> None:
         return
     is_root = p.rank == p.root
     if at.k > 1:
-        own = [at.share(out, mate) for mate in at.mates] if is_root else []
+        own = at.shares(out) if is_root else ()
         p.local(LOCAL, Collective.GATHER, root=p.root, src=inp(0, at.pieces), parts=own)
     else:
         p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
@@ -318,7 +342,7 @@ def scatter(p: Draft) -> None:
         for piece in at.own(island):
             p.send(SEND, at.span(inp if is_root else tmp, piece), piece.rank, after=[] if is_root else [came])
     if at.k > 1:
-        own = [at.share(inp, mate) for mate in at.mates] if is_root else []
+        own = at.shares(inp) if is_root else ()
         p.local(LOCAL, Collective.SCATTER, root=p.root, dst=out(0, at.pieces), parts=own)
     else:
         p.copy(LAST, out(0, at.pieces), at.share(inp, p.rank))

@@ -16,11 +16,13 @@ from .base import Draft, inp, out, register, tmp
 def _reduce_phase(p: Draft, partial: Callable[[int], Span], result: Span) -> int:
     """n-1 steps, channel 0, lanes 0 and 1: unit u starts at rank u+1 and comes to its owner u, growing on its way."""
     n, r = p.size, p.rank
-    grown = None
-    for s in range(1, n):
-        sent, got = (r - s) % n, (r - s - 1) % n
-        p.send(0, inp(sent) if s == 1 else partial(sent), (r + 1) % n, after=[grown])
-        grown = p.recv_reduce(1, result if got == r else partial(got), inp(got), (r - 1) % n)
+    left, right = (r - 1) % n, (r + 1) % n
+    held, grown = inp(left), None
+    for s in range(2, n + 1):
+        got = (r - s) % n
+        p.send(0, held, right, after=[grown])
+        held = result if got == r else partial(got)
+        grown = p.recv_reduce(1, held, inp(got), left)
     assert grown is not None
     return grown
 
@@ -28,10 +30,12 @@ def _reduce_phase(p: Draft, partial: Callable[[int], Span], result: Span) -> int
 def _gather_phase(p: Draft, own: Span, ready: int | None, *, lane: int, channel: int) -> None:
     """n-1 steps, lanes `lane` and `lane + 1`: unit u goes from its owner u once round the ring."""
     n, r = p.size, p.rank
-    for s in range(n - 1):
-        sent, got = (r - s) % n, (r - s - 1) % n
-        p.send(lane, own if s == 0 else out(sent), (r + 1) % n, channel=channel, after=[ready])
-        ready = p.recv(lane + 1, out(got), (r - 1) % n, channel=channel)
+    left, right = (r - 1) % n, (r + 1) % n
+    held = own
+    for s in range(1, n):
+        p.send(lane, held, right, channel=channel, after=[ready])
+        held = out((r - s) % n)
+        ready = p.recv(lane + 1, held, left, channel=channel)
 
 
 @register(Collective.ALLREDUCE, "ring", turns=True)

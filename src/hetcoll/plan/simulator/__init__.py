@@ -13,7 +13,7 @@ programming", 1974), and more room in the FIFOs cannot add a deadlock.
   changes the sum; a second value per unit depends on the order of the additions, to prove that all ranks hold the
   same bits, and those of the order of ranks where a plan says that (`ordered`).
 
-Where ranks do the same as others, with all ranks and units moved on round a ring, a few stand for all: `turn.turning`
+Where ranks do the same as others, with all ranks and units moved on, a few stand for all: `symmetry.symmetry_of`
 compares every plan with its stand-in's. Then all of them may run in step, since no step that is done keeps another from
 being done. What has happened before a step of another rank is what has happened before its stand-in's, moved on; the
 bit sets of nodes hold those of all ranks, as one rank sees them. Values are not moved on: all ranks' stand in arrays.
@@ -31,6 +31,7 @@ from ...errors import PlanError
 from ...types import REDUCING, Collective
 from ..ir import Op, Plan
 from ..machine import Link, Machine
+from ..symmetry import Symmetry, symmetry_of
 from .grid import grids
 from .memory import Memory, check_barrier, check_races, check_values
 from .network import network
@@ -38,7 +39,6 @@ from .node import RECEIVES, Node, follows
 from .progress import order_node, run, waits
 from .serial import serialisable
 from .timing import predict
-from .turn import Turn, turning
 
 __all__ = [
     "RECEIVES", "Link", "Machine", "PlanError", "Report", "check", "follows", "predict", "serialisable",
@@ -80,41 +80,41 @@ def check(
     PlanError
         With the first problem found.
     """
-    return prove(plans, turning(plans), credits=credits, inplace=inplace, scale=scale)
+    return prove(plans, symmetry_of(plans), credits=credits, inplace=inplace, scale=scale)
 
 
 def prove(
     all_plans: Sequence[Plan],
-    turn: Turn,
+    symmetry: Symmetry,
     *,
     credits: int | None = None,
     inplace: bool = False,
     scale: bool | None = None,
 ) -> Report:
-    """As `check`, of plans that are known to turn like this."""
-    plans = [all_plans[rank] for rank in range(turn.each)]
+    """As `check`, of plans that are known to have this symmetry."""
+    plans = [all_plans[rank] for rank in symmetry.standing]
     apart = not inplace and plans[0].apart
-    nodes = network(plans, apart, turn)
+    nodes = network(plans, apart, symmetry)
     slots = credits if credits is not None else 0 if apart else max(plan.credits for plan in plans)
-    order = run(plans, nodes, slots, turn)
-    each = grids(plans, turn)
+    order = run(plans, nodes, slots, symmetry)
+    each = grids(plans, symmetry)
     memories = [Memory(plan, inplace, grid) for plan, grid in zip(plans, each, strict=True)]
     lends = plans[0].collective is not Collective.BARRIER  # its units are empty
-    heard = _order(plans, order, memories, turn, lends)
+    heard = _order(plans, order, memories, symmetry, lends)
     if lends:
         averaged = any(s.op is Op.SCALE for p in plans for s in p.steps) if scale is None else scale
-        check_values(plans, order, memories, turn, averaged and plans[0].collective in REDUCING)
+        check_values(plans, order, memories, symmetry, averaged and plans[0].collective in REDUCING)
     else:
-        check_barrier(plans, nodes, heard, turn)
-    return _report(plans, order, turn.times)
+        check_barrier(plans, nodes, heard, symmetry)
+    return _report(plans, order, symmetry.times)
 
 
-def _order(plans: list[Plan], order: list[Node], memories: list[Memory], turn: Turn, lends: bool) -> list[int]:
+def _order(plans: list[Plan], order: list[Node], memories: list[Memory], symmetry: Symmetry, lends: bool) -> list[int]:
     """Find out what has happened before each node, and check for races; for each rank, all that it has heard of.
 
     What nobody asks a node for any more it forgets: its bit sets have a bit for every step of all ranks.
     """
-    seen = partial(turn.bits, each=len(order))
+    seen = partial(symmetry.bits, each=len(order))
     heard = [0] * len(plans)
     last: dict[int, Node] = {}
     for node in order:
@@ -129,7 +129,7 @@ def _order(plans: list[Plan], order: list[Node], memories: list[Memory], turn: T
     for node in order:
         order_node(node, lends, seen)
         if lends:
-            check_races(plans[node.rank], memories[node.rank], node, turn.times)
+            check_races(plans[node.rank], memories[node.rank], node, symmetry.times)
         else:
             heard[node.rank] |= node.full | node.paced
         for each in done.get(node.id, ()):

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 import hetcoll._native as _native
 
 from ..ir import Op, Plan, Span, Step
+from ..symmetry import Symmetry
 from .node import follows, wrong
 from .streams import Lane, Piecewise, cut_up
 
@@ -69,60 +70,6 @@ class Hardware(Protocol):
 
     def name(self, server: Server) -> str:
         """For people."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Hosts that are alike and lie side by side: ranks begin + host * each + j."""
-
-    begin: int
-    hosts: int
-    each: int
-
-
-@dataclass(frozen=True, slots=True)
-class Symmetry:
-    """Ranks that fare alike: every host and the one `stride` further in its group; all groups move together."""
-
-    groups: tuple[Group, ...]
-    stride: int
-
-    def home(self, rank: int) -> tuple[int, int]:
-        """The rank that stands for `rank`, and how many strides further this is."""
-        for g in self.groups:
-            if rank < g.begin + g.hosts * g.each:
-                host, j = divmod(rank - g.begin, g.each)
-                return g.begin + host % self.stride * g.each + j, host // self.stride
-        raise IndexError(rank)
-
-    def move(self, rank: int, strides: int) -> int:
-        """The rank that is to `rank` what another is to that one, so many strides away."""
-        for g in self.groups:
-            if rank < g.begin + g.hosts * g.each:
-                host, j = divmod(rank - g.begin, g.each)
-                return g.begin + (host + strides * self.stride) % g.hosts * g.each + j
-        raise IndexError(rank)
-
-    def standing(self) -> list[int]:
-        """The ranks that stand for all."""
-        return [r for g in self.groups for r in range(g.begin, g.begin + self.stride * g.each)]
-
-
-def alike(plan: Plan, other: Plan, symmetry: Symmetry, strides: int) -> bool:
-    """Whether `other`, of the rank so many strides away, does what `plan` does, with peers as far away."""
-    if len(plan.steps) != len(other.steps) or plan.send_units != other.send_units:
-        return False
-    peers = {-1: -1}
-    for a, b in zip(plan.steps, other.steps, strict=True):
-        if a.peer not in peers:
-            peers[a.peer] = symmetry.move(a.peer, strides)
-        if (a.op, a.lane, peers[a.peer], a.channel, a.deps) != (b.op, b.lane, b.peer, b.channel, b.deps):
-            return False
-        if _count(a.src) != _count(b.src) or _count(a.dst) != _count(b.dst):
-            return False
-        if a.local is not None and b.local is not None and _units(a) != _units(b):
-            return False
-    return True
 
 
 def _count(span: Span | None) -> int:
@@ -307,10 +254,9 @@ class Weaver:
     def _meet(self, rank: int, step: Step, task: int, delay: float) -> None:
         """Put a message's end where its other end will be looked for: as the receiver's stand-in sees it."""
         if step.op is SEND:
-            into, strides = self._symmetry.home(step.peer)
-            key = (into, self._symmetry.move(rank, -strides), step.channel)
-            self._sends.setdefault(key, []).append(task)
-            self._delays[key[:2]] = delay
+            source, into = self._symmetry.fifo(rank, step.peer)
+            self._sends.setdefault((into, source, step.channel), []).append(task)
+            self._delays[into, source] = delay
         else:
             self._recvs.setdefault((rank, step.peer, step.channel), []).append(task)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ...types import WHOLE, Collective
 from ..ir import Buf, Plan, Span
-from .turn import Turn, alone
+from ..symmetry import Symmetry
 
 _ALIKE = (Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL)  # messages may bring a part of any share to any
 
@@ -49,9 +49,9 @@ class Grid:
         return before + number[start], before + number[start + span.count]
 
 
-def grids(plans: Sequence[Plan], turn: Turn | None = None) -> list[Grid]:
-    """The grid of each rank; with `turn`, of those that stand for all."""
-    first, turn = plans[0], turn or alone(len(plans))
+def grids(plans: Sequence[Plan], symmetry: Symmetry | None = None) -> list[Grid]:
+    """The grid of each rank; with `symmetry`, of those that stand for all."""
+    first = plans[0]
     if first.collective is Collective.P2P:  # each rank has units of its own
         return [_even(plan) for plan in plans]
     if first.stretches > 1:  # units of different stretches may be alike
@@ -61,10 +61,11 @@ def grids(plans: Sequence[Plan], turn: Turn | None = None) -> list[Grid]:
     for plan in plans:
         points.update(plan.points()[plan.send_units < plan.recv_units])
     larger_one = Buf.RECV if first.send_units < first.recv_units else Buf.SEND
-    if turn.times > 1 and turn.blocks[larger_one] > 1:
-        points.update(range(0, units, turn.blocks[larger_one] // turn.times))
-        inner = points - {units}
-        points.update(turn.unit(larger_one, at, strides) for at in inner for strides in range(1, turn.times))
+    block = symmetry.blocks[larger_one] if symmetry is not None and symmetry.blocks else 1
+    if symmetry is not None and block > 1:  # cut all parts of a block alike
+        part = block // symmetry.times
+        inner = {(point // block * block, point % part) for point in points - {units}} | {(0, 0)}
+        points.update(point for begin, at in inner for point in range(begin + at, begin + block, part))
     if first.collective not in WHOLE:
         share = first.pieces
         inside = {point % share for point in points} if first.collective in _ALIKE else {0}

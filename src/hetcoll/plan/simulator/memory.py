@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
 
 from ...types import FROM_ROOT, TO_ROOT, Collective
 from ..ir import Buf, Op, Plan, Span, Step
+from ..symmetry import Symmetry
 from .grid import Grid
 from .local import flows, reads, writes
 from .node import Node, wrong
 from .progress import waits
-from .turn import Turn
 
-PRIME = (1 << 61) - 1
+PRIME = (1 << 61) - 1  # of sums; two of them fit a word
+WORD = (1 << 64) - 1  # what NumPy's integers leave of a product
 SAME = (Collective.ALLREDUCE, Collective.REDUCE, Collective.ALLTOALL)  # in place, unit u of SEND is unit u of RECV
 Value = tuple[Any, Any]
 """The sum, and a number that knows the order of additions. Where a rank stands for others each is an array: of what
@@ -76,7 +77,7 @@ def _accesses(memory: Memory, step: Step) -> tuple[list[tuple[int, ...]], list[t
 def check_races(plan: Plan, memory: Memory, node: Node, times: int = 1) -> None:
     """Every earlier access to what this step touches must be ordered before it, unless both only read.
 
-    `times`: of how many ranks one stands for all (`Turn`).
+    `times`: of how many ranks one stands for all (`Symmetry`).
     """
     read, written = _accesses(memory, node.step)
     if len({cell for cells in written for cell in cells}) < sum(map(len, written)):
@@ -89,7 +90,7 @@ def check_races(plan: Plan, memory: Memory, node: Node, times: int = 1) -> None:
             if last is not None and not last.precedes(node, cells):
                 raise wrong(plan, node.index, f"reads while step {last.node} may write")
             if last is not None:
-                _check_turn(plan, memory, cell, last.node, node)
+                _check_place(plan, memory, cell, last.node, node)
             memory.readers[cell].append(Access(node, cells))
     for cells in written:
         for cell in cells:
@@ -98,7 +99,7 @@ def check_races(plan: Plan, memory: Memory, node: Node, times: int = 1) -> None:
                 if access.node is not node and not access.precedes(node, cells):
                     why = _LENT if access.node.step.lends and _handed_over(access.node, node, times) else ""
                     raise wrong(plan, node.index, f"writes while step {access.node} may use it{why}")
-                _check_turn(plan, memory, cell, access.node, node)
+                _check_place(plan, memory, cell, access.node, node)
             if last is not None and not readers:
                 raise wrong(plan, last.node.index, f"overwritten by step {node} before any use")
             memory.writer[cell], memory.readers[cell] = Access(node, cells), []
@@ -125,7 +126,7 @@ def _handed_over(send: Node, node: Node, times: int) -> bool:
     return False
 
 
-def _check_turn(plan: Plan, memory: Memory, cell: int, first: Node, second: Node) -> None:
+def _check_place(plan: Plan, memory: Memory, cell: int, first: Node, second: Node) -> None:
     """Which sums are given away is found out in the order of the plan (``Neighbours`` in ``native/plan/passes.cc``):
     steps that touch a place in scratch, and do not both read it, must have there the order in which they happen."""
     if plan.staged and first.index > second.index and cell >= memory.scratch:
@@ -133,56 +134,74 @@ def _check_turn(plan: Plan, memory: Memory, cell: int, first: Node, second: Node
         raise wrong(plan, second.index, f"uses scratch after step {first}, which stands behind it in the plan: {why}")
 
 
-def _input(rank: int, unit: int) -> int:
-    return hash((rank, unit, 0x51ED270B)) % PRIME  # of numbers, so the same in every process
+def _mixed(x: Any) -> Any:
+    """A word to which every bit of `x` matters, which may be an array."""
+    for factor in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
+        x = x & WORD
+        x = (x ^ x >> 32) * factor
+    x = x & WORD
+    return x ^ x >> 29
 
 
-def _cube(x: Any) -> Any:
-    x %= PRIME
-    return x * x % PRIME * x % PRIME
+def _input(rank: Any, unit: Any) -> Any:
+    """The random number of a rank's unit, the same in every process; or those of an array of ranks, of units."""
+    return _mixed(_mixed(rank + 1) + unit) % PRIME
+
+
+@lru_cache(1 << 13)
+def _sum(size: int, unit: int) -> int:
+    """Of a unit of all ranks."""
+    numbers: list[int] = _input(np.arange(size, dtype=np.uint64), hash(unit)).tolist()
+    return sum(numbers) % PRIME
 
 
 def _add(a: Value, b: Value) -> Value:
     """Commutative; associative in the first number, not in the second."""
-    return (a[0] + b[0]) % PRIME, _cube(a[1] * b[1] + 0x9E3779B9 * (a[1] + b[1]))
+    return (a[0] + b[0]) % PRIME, _mixed(a[1] * b[1] + 0x9E3779B9 * (a[1] + b[1]))
 
 
 def _divide(a: Value, size: int) -> Value:
-    return a[0] * pow(size, -1, PRIME) % PRIME, _cube(a[1] + size)
+    inverse = pow(size, -1, PRIME)
+    if isinstance(a[0], np.ndarray):  # the product takes two words
+        return (a[0].astype(object) * inverse % PRIME).astype(np.uint64), _mixed(a[1] + size)
+    return a[0] * inverse % PRIME, _mixed(a[1] + size)
 
 
 def _round(a: Value) -> Value:
     """The same sum to the checker, in other bits."""
-    return a[0], _cube(a[1] + 0x51ED270B)
+    return a[0], _mixed(a[1] + 0x51ED270B)
 
 
-def _inputs(plan: Plan, turn: Turn, unit: int) -> Value:
-    if turn.times == 1:
-        number: Any = _input(plan.rank, unit)
+def _inputs(plan: Plan, symmetry: Symmetry, unit: int) -> Value:
+    if symmetry.times == 1:
+        number: Any = _input(plan.rank, hash(unit))
     else:
-        number = np.array(list(map(_input, turn.ranks(plan.rank), turn.units(Buf.SEND, unit))), object)
+        units = np.array(list(map(hash, symmetry.units(Buf.SEND, unit))), np.uint64)
+        number = _input(np.array(symmetry.orbit(plan.rank), np.uint64), units)
     return number, number
 
 
-def _from(values: list[Value], turn: Turn, strides: int) -> list[Value]:
+def _from(values: list[Value], symmetry: Symmetry, strides: int) -> list[Value]:
     """What ranks so many strides before those that have these values get from them."""
-    if turn.times == 1 or strides == 0:
+    if symmetry.times == 1 or strides == 0:
         return values
     return [(np.roll(a, -strides), np.roll(b, -strides)) for a, b in values]
 
 
-def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory], turn: Turn, averaged: bool) -> None:
+def check_values(
+    plans: Sequence[Plan], order: list[Node], memories: list[Memory], symmetry: Symmetry, averaged: bool
+) -> None:
     """Run all steps on numbers, and look at the results of all ranks."""
     kind = plans[0].collective
     for plan, memory in zip(plans, memories, strict=True):
         if kind not in FROM_ROOT or plan.rank == plan.root:
             for unit, cell in zip(memory.grid.points[Buf.SEND], memory.cells[Buf.SEND], strict=False):
-                memory.values[cell] = _inputs(plan, turn, unit)
+                memory.values[cell] = _inputs(plan, symmetry, unit)
     messages: dict[int, list[Value]] = {}
-    results = _Results(plans, turn, averaged)
+    results = _Results(plans, symmetry, averaged)
     for node in order:
         if not node.group:
-            _execute(plans[node.rank], memories[node.rank], node, messages, turn)
+            _execute(plans[node.rank], memories[node.rank], node, messages, symmetry)
         elif node is node.group[0]:
             _execute_local(plans, memories, node.group)
     for plan, memory in zip(plans, memories, strict=True):
@@ -213,7 +232,7 @@ def _execute_local(plans: Sequence[Plan], memories: list[Memory], group: tuple[N
         for term in terms[1:]:
             total = [_add(a, b) for a, b in zip(total, term, strict=True)]
         if len(terms) > 1:
-            total = [(a, _cube(b + group[0].id)) for a, b in total]
+            total = [(a, _mixed(b + group[0].id)) for a, b in total]
         if len(terms) > 1 or flow.terms[0] != (flow.to, flow.target):  # else it lies there already
             results.append((total, memories[flow.to.rank], flow.target))
     for total, memory, target in results:
@@ -221,7 +240,7 @@ def _execute_local(plans: Sequence[Plan], memories: list[Memory], group: tuple[N
             memory.values[cell], memory.rounded[cell] = value, ()
 
 
-def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Value]], turn: Turn) -> None:
+def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Value]], symmetry: Symmetry) -> None:
     def read(span: Span | None) -> list[Value]:
         return _read(plan, memory, node, span)
 
@@ -245,7 +264,7 @@ def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Va
             result = [_divide(a, plan.size) for a in read(step.dst)]
         case Op.RECV | Op.RECV_REDUCE:
             assert node.other is not None
-            result = _from(messages.pop(node.other.id), turn, node.away)
+            result = _from(messages.pop(node.other.id), symmetry, node.away)
             if step.op is Op.RECV_REDUCE:
                 result = [_add(a, b) for a, b in zip(read(step.src), result, strict=True)]
     assert step.dst is not None
@@ -259,23 +278,25 @@ class _Results:
     """What ranks are to hold in the end. Keeps the sums of inputs that several should hold, and the numbers that know
     the order of additions of what all should hold the same bits of."""
 
-    def __init__(self, plans: Sequence[Plan], turn: Turn, averaged: bool) -> None:
-        self._plans, self._turn, self._averaged = plans, turn, averaged
-        self._totals: dict[tuple[int, int], int] = {}
+    def __init__(self, plans: Sequence[Plan], symmetry: Symmetry, averaged: bool) -> None:
+        self._plans, self._symmetry, self._averaged = plans, symmetry, averaged
+        self._divisor = pow(plans[0].size, -1, PRIME) if averaged else 1
         self._bits: dict[int, int] = {}
 
     def check(self, plan: Plan, memory: Memory) -> None:
         """The results of a rank, and of those it stands for."""
         p2p = _p2p_inputs(self._plans, plan.rank) if plan.collective is Collective.P2P else None
-        ranks = self._turn.ranks(plan.rank)
+        ranks = self._symmetry.orbit(plan.rank)
         for point, cell in zip(memory.grid.points[Buf.RECV], memory.cells[Buf.RECV], strict=False):
-            value, units = memory.values[cell], self._turn.units(Buf.RECV, point)
+            value, units = memory.values[cell], self._symmetry.units(Buf.RECV, point)
+            if self._whole_orbit(plan, value, units):
+                continue
             for rank, unit, got in zip(ranks, units, _each(value, len(ranks)), strict=True):
                 if p2p is None:
                     terms, source = _sources(plan, rank, unit)
                     total = self._total(terms, source)
                 else:
-                    total = sum(_input(*source) for source in p2p[unit]) % PRIME
+                    total = sum(_input(giver, hash(given)) for giver, given in p2p[unit]) % PRIME
                 if got is None or got[0] != total:
                     sources = [(term, source) for term in terms[:8]] if p2p is None else p2p[unit]
                     names = " + ".join(f"rank {r}'s unit {u}" for r, u in sources)
@@ -289,20 +310,26 @@ class _Results:
                     raise wrong(_of(plan, rank), None, problem)
 
     def _total(self, ranks: range, unit: int) -> int:
-        """The sum of a unit of some ranks, or its average."""
-        key = unit, ranks.start if len(ranks) == 1 else -1
-        total = self._totals.get(key)
-        if total is None:
-            total = sum(_input(rank, unit) for rank in ranks)
-            total = self._totals[key] = total * (pow(self._plans[0].size, -1, PRIME) if self._averaged else 1) % PRIME
-        return total
+        """The sum of a unit of one rank or of all, or its average."""
+        total: int = _input(ranks.start, hash(unit)) if len(ranks) == 1 else _sum(len(ranks), unit)
+        return total * self._divisor % PRIME
+
+    def _whole_orbit(self, plan: Plan, value: Value | None, units: list[int]) -> bool:
+        """Whether what a rank has of an all-reduce, and all those it stands for, is right; of others it is not asked.
+        These may be millions."""
+        if value is None or plan.collective is not Collective.ALLREDUCE or plan.ordered or len(units) == 1:
+            return False
+        sums: list[int] = value[0].tolist()
+        bits: list[int] = value[1].tolist()
+        wanted = [_sum(plan.size, unit) * self._divisor % PRIME for unit in units]
+        return sums == wanted and bits == list(map(self._bits.setdefault, units, bits))
 
 
 def _each(value: Value | None, ranks: int) -> Iterable[Value | None]:
     """What a rank has, and what each of those has that it stands for."""
     if value is None:
         return [None] * ranks
-    return [value] if ranks == 1 else zip(*value, strict=True)
+    return [value] if ranks == 1 else zip(value[0].tolist(), value[1].tolist(), strict=True)
 
 
 def _of(plan: Plan, rank: int) -> Plan:
@@ -312,7 +339,7 @@ def _of(plan: Plan, rank: int) -> Plan:
 
 def _in_rank_order(ranks: range, unit: int, divisor: int) -> Value:
     """What this unit of these ranks, one after another, comes to, and its average where `divisor` is not 1."""
-    total = reduce(_add, ((x, x) for x in (_input(rank, unit) for rank in ranks)))
+    total = reduce(_add, ((x, x) for x in (_input(rank, hash(unit)) for rank in ranks)))
     return total if divisor == 1 else _divide(total, divisor)
 
 
@@ -355,13 +382,13 @@ def _p2p_inputs(plans: Sequence[Plan], rank: int) -> list[list[tuple[int, int]]]
     return wanted
 
 
-def check_barrier(plans: Sequence[Plan], nodes: list[list[Node]], heard: list[int], turn: Turn) -> None:
+def check_barrier(plans: Sequence[Plan], nodes: list[list[Node]], heard: list[int], symmetry: Symmetry) -> None:
     """Nobody leaves before everyone has come: each rank's steps come after some step of every other. `heard` has the
     nodes before those of each rank."""
     each = sum(map(len, nodes))
     own = [sum(1 << node.id for node in row) for row in nodes]
     for plan in plans:
-        for rank in range(turn.each * turn.times):
-            home, strides = rank % turn.each, rank // turn.each
+        for rank in range(plan.size):
+            home, strides = symmetry.home(rank)
             if rank != plan.rank and not heard[plan.rank] >> strides * each & own[home]:
                 raise wrong(plan, None, f"leaves without having heard of rank {rank}")

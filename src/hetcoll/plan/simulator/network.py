@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ...types import Collective
 from ..ir import P2P_CHANNEL, Buf, Op, Plan, Span
+from ..symmetry import Symmetry, everyone
 from .loans import join_loans
 from .local import check_local, join, writes
 from .node import RECEIVES, Node, follows, lengths, only_in_place, wrong
-from .turn import Turn, alone
 
 LANES = 32
 CHANNELS = 3
@@ -24,42 +24,40 @@ NEEDS = {  # op -> (has src, has dst, has peer)
 }
 
 
-def network(plans: Sequence[Plan], apart: bool = False, turn: Turn | None = None) -> list[list[Node]]:
+def network(plans: Sequence[Plan], apart: bool = False, symmetry: Symmetry | None = None) -> list[list[Node]]:
     """The steps as nodes, joined to their lanes, deps and messages. Raises for whatever is wrong in form.
 
-    `apart` leaves out deps that only input and output in the same memory ask for. With `turn` the plans are those of
-    the ranks that stand for all, and so are the other ends of messages.
+    `apart` leaves out deps that only input and output in the same memory ask for. With `symmetry` the plans are those
+    of the ranks that stand for all, and so are the other ends of messages.
     """
-    turn = turn or alone(len(plans))
+    symmetry = symmetry or everyone(len(plans))
     nodes: list[list[Node]] = []
     sends: dict[tuple[int, int, int], list[Node]] = {}
     recvs: dict[tuple[int, int, int], list[Node]] = {}
     locals: dict[int, list[Node]] = {rank: [] for rank in range(len(plans))}
     count = 0
     for rank, plan in enumerate(plans):
-        _check_header(plans, rank, turn.each * turn.times)
+        _check_header(plans, rank, len(symmetry.orbits) * symmetry.times)
         heads: dict[int, Node] = {}
         row: list[Node] = []
         for i, step in enumerate(plan.steps):
             _check_step(plan, i)
             kept = [d for d in step.deps if not (apart and only_in_place(plan, plan.steps[d], step))]
             deps = [(row[d], follows(plan, plan.steps[d], step)) for d in kept]
-            node = Node(rank, i, step, heads.get(step.lane), deps, count)
+            away = 0 if step.peer < 0 else symmetry.home(step.peer)[1]
+            node = Node(rank, i, step, heads.get(step.lane), deps, count, away=away)
             count += 1
             heads[step.lane] = node
             row.append(node)
             if step.op is Op.SEND:  # under the name that the receiver's stand-in has for it
-                strides, into = divmod(step.peer, turn.each)
-                node.away = strides
-                sends.setdefault((turn.move(rank, -strides), into, step.channel), []).append(node)
+                sends.setdefault((*symmetry.fifo(rank, step.peer), step.channel), []).append(node)
             elif step.op in RECEIVES:
-                node.away = step.peer // turn.each
                 recvs.setdefault((step.peer, rank, step.channel), []).append(node)
             elif step.op is Op.LOCAL:
                 locals[rank].append(node)
         nodes.append(row)
     for number, fifo in enumerate(sorted(sends.keys() | recvs.keys())):
-        _match(plans, turn, fifo, number, sends.get(fifo, []), recvs.get(fifo, []))
+        _match(plans, symmetry, fifo, number, sends.get(fifo, []), recvs.get(fifo, []))
     join(plans, locals)
     join_loans(plans, nodes)
     return nodes
@@ -123,7 +121,7 @@ def _check_span(plan: Plan, i: int, span: Span) -> None:
 
 def _match(
     plans: Sequence[Plan],
-    turn: Turn,
+    symmetry: Symmetry,
     fifo: tuple[int, int, int],
     number: int,
     sends: list[Node],
@@ -145,7 +143,7 @@ def _match(
         send.other, recv.other, send.fifo, recv.fifo = recv, send, number, number
         src = send.step.src
         if recv.away and src is not None:
-            src = turn.span(src, recv.away)
+            src = symmetry.span(src, recv.away)
         went = lengths(plans[send.rank], src, fifo[0])
         came = lengths(plans[recv.rank], recv.step.dst)
         if went != came:

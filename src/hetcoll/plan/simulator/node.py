@@ -39,7 +39,7 @@ class Node:
     met: bool = False  # without slots: a send whose message was received, though what it lent may still be read
     done: int = 0  # pieces
     full: int = 0  # bit set of the nodes that end before this one begins; a send begins when it may be handed over; see
-    # `Turn.bits` for where ranks stand for others: then these are what the rank itself sees
+    # `Symmetry.bits` for where ranks stand for others: then these are what the rank itself sees
     over: int = 0  # bit set of the nodes that have ended when this one has
     paced: int = 0  # bit set of the nodes of which each element is done before the same element of this one
     hops: int = 0

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 
 from ...types import Collective
 from ..ir import Op, Plan
+from ..symmetry import Symmetry, everyone
 from .node import Node, wrong
-from .turn import Turn, alone
 
 
-def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int, turn: Turn | None = None) -> list[Node]:
+def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int, symmetry: Symmetry | None = None) -> list[Node]:
     """Run all steps with `slots` in each FIFO; the order in which they ended. Raises when they cannot end.
 
     With slots, every message is cut into more pieces than there are slots: nothing may rely on a message fitting in.
     Without, whole messages meet (finer pieces could only help). A barrier's messages are empty and always fit. With
-    `turn` the ranks that stand for all run, and the others in step with them: if they end at all they can end so, as
-    no step keeps another from being done.
+    `symmetry` the ranks that stand for all run, and the others in step with them: if they end at all they can end so,
+    as no step keeps another from being done.
     """
     pieces = 1 if slots == 0 or plans[0].collective is Collective.BARRIER else slots + 2
     lanes: dict[tuple[int, int], list[Node]] = {}
@@ -40,8 +40,8 @@ def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int, turn: Turn |
                 moved = True
     stuck = [lane[-1] for lane in waiting if lane]
     if stuck:
-        turn = turn or alone(len(plans))
-        all_stuck = [(turn.move(n.rank, t), n.index, turn.step(n.step, t)) for t in range(turn.times) for n in stuck]
+        whole = symmetry or everyone(len(plans))
+        all_stuck = [(whole.move(n.rank, t), n.index, whole.step(n.step, t)) for t in range(whole.times) for n in stuck]
         names = "; ".join(f"rank {rank} step {i} ({step})" for rank, i, step in all_stuck[:8])
         raise wrong(plans[stuck[0].rank], stuck[0].index, f"deadlock with {slots} slots: {names}")
     return order
@@ -122,7 +122,7 @@ def order_node(node: Node, lends: bool, seen: Callable[[int, int], int] = from_h
     followed = [dep for dep, follow in node.deps if follow]
     whole += [dep for dep, follow in node.deps if not follow]
     for n in whole:
-        node.full |= n.over
+        node.full = node.full | n.over if node.full else n.over  # these are large, and so is a copy
     for n in followed:
         node.full |= n.full | (0 if n.before is None else n.before.over)
         node.paced |= n.paced | 1 << n.id
@@ -131,7 +131,9 @@ def order_node(node: Node, lends: bool, seen: Callable[[int, int], int] = from_h
     if sender is not None:
         node.full |= seen(sender.full, node.away)
         node.paced |= seen(sender.paced | (0 if sender.onward is not None else _chain(sender, seen)), node.away)
-    node.over = node.full | node.paced | 1 << node.id | (0 if before is None else before.over)
+    node.over = node.full | node.paced | 1 << node.id if node.paced else node.full | 1 << node.id
+    if ahead is not None:
+        node.over |= ahead.over
     node.hops = max((n.hops + (n is sender) for n, _ in waits(node)), default=0)
 
 

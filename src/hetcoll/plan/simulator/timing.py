@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from ..ir import Op, Plan, Step
 from ..machine import Machine
+from ..symmetry import everyone
 from ..topology import Topology
-from .graph import Group, Route, Server, Symmetry, Use, Weaver
+from .graph import Route, Server, Use, Weaver
 
 ADDS = (Op.REDUCE, Op.SCALE, Op.ROUND)
 
@@ -23,11 +24,6 @@ def predict(plans: Sequence[Plan], nbytes: int, topology: Topology, machine: Mac
     for plan in plans:
         weaver.add(plan)
     return weaver.done().run(nbytes).seconds
-
-
-def everyone(size: int) -> Symmetry:
-    """Each rank stands for itself."""
-    return Symmetry((Group(0, 1, size),), 1)
 
 
 class _Hosts:
