@@ -62,5 +62,8 @@ class _Hosts:
     def host(self, rank: int, op: Op) -> float:
         return 0.0
 
+    def slack(self, server: Server) -> float:
+        return 0.0
+
     def name(self, server: Server) -> str:
         return f"{server[0]} of {'host' if server[0] in ('in', 'out') else 'rank'} {server[1]}"
