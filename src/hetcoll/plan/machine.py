@@ -49,7 +49,7 @@ class Machine(NamedTuple):
     and 3, 4, 6, 8 and 16 ranks on two to sixteen cores of another: where ranks share cores, a message is work of the
     cores, and its way takes little beside it. What is chosen takes 1 to 3 % longer than the fastest all-reduce.
     Those of `tcp` are of 8 hosts, namespaces on 32 cores of a Xeon: a core takes as long to send a message or to take
-    it, and then it is there. What was predicted so is 0.75 to 1.01 of what five all-reduces of 8 B took at 10 Gbit/s.
+    it, and then it is there. What is predicted so is 0.92 to 1.01 of what five all-reduces of 8 B took at 10 Gbit/s.
     `incast` is how much longer bytes take over TCP for each further rank that sends to the same one, of up to
     `incast_most`, the most that was measured: shaped links of 4 and 8 hosts were filled to 0.92 and 0.79 by direct
     all-reduces, to 0.96 and more by rings.
