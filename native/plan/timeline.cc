@@ -28,7 +28,8 @@ void Check(const TaskGraph& g) {
     return std::all_of(values.begin(), values.end(),
                        [end](std::int32_t v) { return v >= 0 && static_cast<std::size_t>(v) < end; });
   };
-  Want(within(g.server, g.servers) && within(g.then, tasks), "there is no such server or task");
+  Want(within(g.server, g.slack.size()) && within(g.then, tasks), "there is no such server or task");
+  Want(std::all_of(g.slack.begin(), g.slack.end(), [](double s) { return s >= 0; }), "wanted no slack below 0");
   Want(std::all_of(g.pieces.begin(), g.pieces.end(), [](std::int32_t n) { return n >= 1; }), "wanted pieces");
 }
 
@@ -43,7 +44,8 @@ struct Moment {
 
 class Run {
  public:
-  explicit Run(const TaskGraph& graph) : g_(graph), free_(graph.servers, 0.0), at_(graph.pieces.size() + 1, 0) {
+  explicit Run(const TaskGraph& graph) : g_(graph), at_(graph.pieces.size() + 1, 0) {
+    for (const double slack : g_.slack) free_.push_back(-slack);
     const std::size_t tasks = g_.pieces.size();
     for (std::size_t i = 0; i < tasks; ++i) at_[i + 1] = at_[i] + static_cast<std::size_t>(g_.pieces[i]);
     missing_.assign(at_.back(), 1);  // a piece waits for the one before it
@@ -57,7 +59,7 @@ class Run {
     }
     out_.begin.assign(tasks, 0.0);
     out_.end.assign(tasks, -1.0);
-    out_.busy.assign(g_.servers, 0.0);
+    out_.busy.assign(g_.slack.size(), 0.0);
   }
 
   Timeline All() {
@@ -82,7 +84,7 @@ class Run {
     for (std::int64_t k = g_.uses_at[event.task]; k < g_.uses_at[event.task + 1]; ++k) {
       const double work = g_.each[k] + (event.piece == 0 ? g_.first[k] : 0.0);
       double& free = free_[g_.server[k]];
-      free = std::max(free, event.when) + work;
+      free = std::max(free, event.when - g_.slack[g_.server[k]]) + work;
       out_.busy[g_.server[k]] += work;
       done = std::max(done, free);
     }

@@ -21,7 +21,7 @@ struct TaskGraph {
   std::span<const std::int32_t> then;
   std::span<const std::uint8_t> paced;  // whether each piece waits for its own; else the first for the last
   std::span<const double> delay;
-  std::size_t servers = 0;
+  std::span<const double> slack;  // of each server: seconds of work that it does at once after as long a rest
 };
 
 struct Timeline {
@@ -31,7 +31,8 @@ struct Timeline {
 
 // A discrete-event simulation. A piece begins when all that it waits for is done. Servers take pieces in the order in
 // which these begin, ties by the tasks' numbers; a piece that occupies several passes through all of them at once, and
-// is done when the last one has had it. Throws std::invalid_argument for arrays that do not fit together.
+// is done when the last one has had it. A server with slack is a token bucket, full at the beginning. Throws
+// std::invalid_argument for arrays that do not fit together.
 Timeline RunTimeline(const TaskGraph& graph);
 
 }  // namespace hetcoll

@@ -94,9 +94,9 @@ std::span<const T> ArrayOf(nb::handle object, HostBuffer& held) {
   return {reinterpret_cast<const T*>(held.data()), held.count()};
 }
 
-std::tuple<nb::bytes, nb::bytes, nb::bytes> RunTasks(const std::vector<nb::object>& arrays, std::size_t servers) {
-  if (arrays.size() != 9) throw nb::value_error("nine arrays were wanted");
-  std::array<HostBuffer, 9> held;
+std::tuple<nb::bytes, nb::bytes, nb::bytes> RunTasks(const std::vector<nb::object>& arrays) {
+  if (arrays.size() != 10) throw nb::value_error("ten arrays were wanted");
+  std::array<HostBuffer, 10> held;
   TaskGraph graph;
   graph.pieces = ArrayOf<std::int32_t>(arrays[0], held[0]);
   graph.uses_at = ArrayOf<std::int64_t>(arrays[1], held[1]);
@@ -107,7 +107,7 @@ std::tuple<nb::bytes, nb::bytes, nb::bytes> RunTasks(const std::vector<nb::objec
   graph.then = ArrayOf<std::int32_t>(arrays[6], held[6]);
   graph.paced = ArrayOf<std::uint8_t>(arrays[7], held[7]);
   graph.delay = ArrayOf<double>(arrays[8], held[8]);
-  graph.servers = servers;
+  graph.slack = ArrayOf<double>(arrays[9], held[9]);
   Timeline found;
   {
     const nb::gil_scoped_release release;
@@ -349,7 +349,7 @@ NB_MODULE(_native, m) {
   m.def("set_kernel_isa", &SetKernelIsa);
   m.def("reduce_bytes", &ReduceBytes);
   m.def("scale_bytes", &ScaleBytes);
-  m.def("run_tasks", &RunTasks, "arrays"_a, "servers"_a);
+  m.def("run_tasks", &RunTasks, "arrays"_a);
   m.def("round_elements",
         [](std::uintptr_t dst, std::uintptr_t src, std::uintptr_t residual, std::size_t count, int dtype, int format) {
           CodecOf(dtype, format).round(At(dst), At(src), reinterpret_cast<float*>(residual), count);

@@ -17,13 +17,15 @@ MIXED, CPUS = str(CLUSTERS / "h200-mi300x.toml"), str(CLUSTERS / "two-cpu-hosts.
 
 
 def test_a_curve_names_the_fastest_and_what_holds_it_back(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", CPUS, "allreduce", "--sizes", "8,64M"]) == 0
+    words = ["simulate", CPUS, "allreduce", "--sizes", "8,64M", "--what-if", "hosts.server.pinned=90 GB/s"]
+    assert main(words) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "allreduce among 8 ranks, hosts x ranks: 2 x 4 server"
     rows = [line.split() for line in out]
     assert next(row[-1] for row in rows if row[:1] == ["8"]) in ("oneshot", "doubling")
     assert next(row[-1] for row in rows if row[:1] == ["64M"]) == "direct"
     assert out[-1].startswith("what holds it back: card ")
+    assert [row[0] for row in rows if "memory" in row].count("memory") == 1  # of all hosts
 
 
 def test_what_if_compares_and_training_says_what_gpus_add(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +45,7 @@ def test_what_if_compares_and_training_says_what_gpus_add(capsys: pytest.Capture
 
 def test_a_trace_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
-    assert main(["simulate", CPUS, "allreduce", "--sizes", "1M", "--algo", "tree", "--trace", str(trace)]) == 0
+    assert main(["simulate", CPUS, "allreduce", "--sizes", "2M", "--algo", "tree", "--trace", str(trace)]) == 0
     document = json.loads(trace.read_text())
     assert {event["pid"] for event in document["traceEvents"]} == set(range(8))
     assert all(event["ph"] == "X" and event["dur"] >= 0 for event in document["traceEvents"])

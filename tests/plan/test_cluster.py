@@ -67,7 +67,7 @@ def test_every_example_is_read(path: Path) -> None:
 @pytest.mark.parametrize("nbytes", [0, 1000, 1 << 22])
 @pytest.mark.parametrize("switches", [(), ("network.hosts_per_switch=2", "network.uplink=1 GB/s")])
 def test_ranks_that_stand_for_others_take_as_long(name: str, nbytes: int, switches: tuple[str, ...]) -> None:
-    cluster = plain(*switches)
+    cluster = plain("hosts.node.overhead=0 s", *switches)
     found = forecast(cluster, AR, name)
     full = whole(cluster, name)
     exact = (
@@ -117,6 +117,34 @@ def test_stragglers_lost_cards_and_narrow_switches_hold_back() -> None:
     assert narrow == pytest.approx(8 * usual, rel=0.05)  # both cards of a host, each of 1 GB/s, work otherwise
     found = forecast(plain("network.hosts_per_switch=3", "network.uplink=250 MB/s"), AR, "ring")
     assert found.links(found.tasks.run(nbytes))[0][0].startswith("switch")
+
+
+def test_a_card_that_has_rested_passes_a_burst_at_once() -> None:
+    """A token bucket: each card gains the burst's bytes once, and what a message takes of cores passes meanwhile."""
+    nbytes, hosts = 1 << 20, ("hosts.node.ranks=1", "hosts.node.count=8", "network.latency=0 s")
+    usual = forecast(plain(*hosts), AR, "ring").tasks.run(nbytes).seconds
+    burst = forecast(plain(*hosts, "hosts.node.burst=100000"), AR, "ring").tasks.run(nbytes).seconds
+    assert usual - burst == pytest.approx(100e-6, rel=0.01)
+    assert forecast(plain(*hosts, "hosts.node.burst=4M"), AR, "ring").tasks.run(nbytes).seconds < 0.05 * usual
+
+
+def test_trees_pass_on_what_has_come() -> None:
+    """A chain of hops takes little longer than one: each of two halves goes up and down."""
+    cluster = plain("hosts.node.ranks=1", "hosts.node.count=8", "network.latency=0 s")
+    seconds = forecast(cluster, AR, "tree").tasks.run(64 << 10).seconds
+    assert 1.75 * (64 << 10) <= seconds * 1e9 <= 4 * (64 << 10)
+
+
+def test_ranks_of_a_host_share_its_memory_and_pay_for_messages() -> None:
+    one = ("hosts.node.count=1", "hosts.node.ranks=4", "hosts.node.latency=0 s")
+
+    def direct(nbytes: int, *changes: str) -> float:
+        return forecast(plain(*one, *changes), AR, "direct").tasks.run(nbytes).seconds
+
+    moved = 4 * 4 * 3 / 4 * (1 << 24)  # each byte is copied twice, in two phases
+    assert direct(1 << 24, "hosts.node.pinned=10 GB/s") == pytest.approx(moved / 10e9, rel=0.01)
+    each = direct(0, "hosts.node.overhead=1 us")
+    assert each == pytest.approx(12e-6, rel=0.2)  # in each phase a rank sends to three others and receives from them
 
 
 def test_cards_that_ranks_share_are_shared() -> None:
@@ -192,16 +220,19 @@ def test_the_clock_refuses_arrays_that_do_not_fit_together() -> None:
     at, one = np.array([0, 1, 2]), np.array([1.0, 1.0])
     right: list[NDArray[Any]] = [
         np.array([2, 1], np.int32), at, np.array([0, 0], np.int32), one, one / 2, np.array([0, 1, 1]),
-        np.array([1], np.int32), np.array([0], np.uint8), np.array([0.25]),
+        np.array([1], np.int32), np.array([0], np.uint8), np.array([0.25]), np.array([0.0]),
     ]  # fmt: skip
-    begin, end, busy = (np.frombuffer(found).tolist() for found in _native.run_tasks(right, 1))
+    begin, end, busy = (np.frombuffer(found).tolist() for found in _native.run_tasks(right))
     assert (begin, end, busy) == ([0.0, 2.75], [2.5, 4.25], [4.0])
+    begin, end, _ = (np.frombuffer(found).tolist() for found in _native.run_tasks([*right[:9], np.array([2.0])]))
+    assert (begin, end) == ([0.0, 0.75], [0.5, 2.0])
     wrong = {
         0: np.array([0, 1], np.int32), 1: np.array([0, 2, 1]), 2: np.array([0, 1], np.int32), 3: np.array([1.0]),
         5: np.array([0, 1]), 6: np.array([2], np.int32), 7: np.array([0], np.int32), 8: np.array([0.25, 1.0]),
+        9: np.array([-1.0]),
     }  # fmt: skip
     for i, array in wrong.items():
         with pytest.raises(ValueError, match=r"want|no such"):
-            _native.run_tasks([*right[:i], array, *right[i + 1 :]], 1)
-    with pytest.raises(ValueError, match="nine arrays"):
-        _native.run_tasks(right[:8], 1)
+            _native.run_tasks([*right[:i], array, *right[i + 1 :]])
+    with pytest.raises(ValueError, match="ten arrays"):
+        _native.run_tasks(right[:9])

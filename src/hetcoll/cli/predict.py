@@ -166,7 +166,7 @@ def _busy(table: Table) -> list[str]:
     links = forecast.links(outcome)
     kinds: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for name, part in links:
-        kinds[re.split(r" \d", name)[0]].append((name, part))
+        kinds[re.split(r" \d| of ", name)[0]].append((name, part))
     lines = [f"{'link':<12}  {'busiest':>7}  {'mean':>5}  which    ({_bytes(row.nbytes)} by {row.best})"]
     for kind, rows in kinds.items():
         mean = sum(part for _, part in rows) / len(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import Any
 
 from ..types import ROOTED, Collective
@@ -19,7 +19,7 @@ HOSTS = {
     "nic": "bandwidth", "pcie": "bandwidth", "fabric": "bandwidth", "memory": "bandwidth", "reduce": "bandwidth",
     "sockets": "bandwidth", "latency": "time", "launch": "time", "speed": "factor", "islands": "islands",
     "pinned": "bandwidth", "spilled": "bandwidth", "copy": "time", "idle": "time", "kernel": "time", "chunk": "time",
-    "enqueue": "time",
+    "enqueue": "time", "burst": "size", "overhead": "time",
 }  # fmt: skip
 NETWORK = {"latency": "time", "overhead": "time", "hosts_per_switch": "some", "uplink": "bandwidth"}
 TRAINING = {"samples": "some", "gradients": "size", "hidden": "part"}
@@ -31,16 +31,17 @@ class Kind:
     """Hosts that are alike. Bandwidths in bytes per second and direction, times in seconds.
 
     `ranks` of each host; `vendor` of their GPUs, nothing for ranks on CPUs, which share `cores`. `nic`: of each of
-    `nics` cards. `pcie`: of each GPU's link. `fabric`: of each GPU's NVLink or xGMI, which the vendor's library uses.
-    `memory`, `reduce`: how fast a rank copies through shared memory, and adds. `sockets`: how fast a core moves bytes
-    through the kernel. `latency`: of a message inside a host. `launch`: of a vendor's collective. `speed`: samples a
-    second of one rank in training.
+    `nics` cards, which pass `burst` bytes at once when they have rested. `pcie`: of each GPU's link. `fabric`: of each
+    GPU's NVLink or xGMI, which the vendor's library uses. `memory`, `reduce`: how fast a rank copies through shared
+    memory, and adds. `pinned`: how fast the host's memory takes and gives what all its ranks copy or add. `sockets`:
+    how fast a core moves bytes through the kernel. `latency`, `overhead`: of a message inside a host, on its way and,
+    for a core, at either end. `launch`: of a vendor's collective. `speed`: samples a second of one rank in training.
 
     Of messages between GPUs of a host: `islands`, the places of those that a vendor's library joins, if it does not
-    join all of its GPUs everywhere; `pinned`, how fast the host's memory takes and gives what all GPUs copy there, and
-    `spilled`, where this does not fit its cache; `enqueue`, how long its processor takes for a call of the driver;
-    `copy` and `kernel`, how long one takes to begin, during `idle` of which the engine that copies does nothing else;
-    `chunk`, how long one of a kernel takes to another GPU besides its bytes.
+    join all of its GPUs everywhere; `spilled`, as `pinned`, where copies do not fit the host's cache; `enqueue`, how
+    long its processor takes for a call of the driver; `copy` and `kernel`, how long one takes to begin, during `idle`
+    of which the engine that copies does nothing else; `chunk`, how long one of a kernel takes to another GPU besides
+    its bytes.
     """
 
     name: str
@@ -66,6 +67,8 @@ class Kind:
     kernel: float = 5e-6
     chunk: float = 15e-6
     enqueue: float = 0.8e-6
+    burst: float = 0.0
+    overhead: float = 0.06e-6
 
     @property
     def crowding(self) -> float:
@@ -265,6 +268,13 @@ class Wiring:
             return (what, self._c.host_of[rank], which)
         return (what, symmetry.home(where)[0], which)
 
+    def slack(self, server: Server) -> float:
+        what, where, _ = server
+        if not what.startswith("card"):
+            return 0.0
+        kind = self._c.kind_of[where]
+        return kind.burst / kind.nic * self._slower(where)
+
     def name(self, server: Server) -> str:
         what, where, which = server
         if what.startswith("switch"):
@@ -335,9 +345,12 @@ class Wiring:
             starts = self._start(a, kind), self._start(b, kind, reduces)
             out = (self._use(a, "pcie out", kind.pcie, kind.idle), memory)
             return Route(out, tuple(into), kind.latency * self._slower(host), starts)
-        copies = kind.memory / kind.crowding
-        second = self._use(b, "core", kind.reduce / kind.crowding if reduces else copies)
-        return Route((self._use(a, "core", copies),), (second,), kind.latency * self._slower(host) * kind.crowding)
+        crowding = kind.crowding
+        common = [Use(("memory", host, 0), self._slower(host) / kind.pinned)] if kind.pinned < inf else []
+        first = kind.overhead * crowding
+        sent = self._use(a, "core", kind.memory / crowding, first)
+        got = self._use(b, "core", (kind.reduce if reduces else kind.memory) / crowding, first)
+        return Route((sent, *common), (got, *common), kind.latency * self._slower(host) * crowding)
 
     def host(self, rank: int, op: Op) -> float:
         kind = self._c.kind_of[self._c.host_of[rank]]

@@ -287,7 +287,7 @@ class _Place:
         mean = max(cost.mean, 1 / crowding) if link is machine.loopback else 1.0  # all that it takes is work of cores
         # The ranks of a core run one after another, and not always the one that could go on.
         hops = 1.5 * (cost.hops - 1) / crowding + 1 if cost.turns else cost.hops
-        fixed = hops * latency + cost.messages * overhead * crowding * mean
+        fixed = hops * latency + max(cost.messages * crowding * mean, 2 * cost.hops) * overhead  # a hop has two ends
         copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
         if cost.copied > 0:
             copied += cost.copied - (cost.sent if link is machine.shm and not self.claims else 0)
@@ -296,8 +296,9 @@ class _Place:
         if self.several or machine.slots_incast > 0:
             moved *= self.incast(cost)
         work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
-        # Who waits for one other leaves a shared core to the rest; where several streams meet, all wait.
-        if cost.stepwise and (near or cost.senders > 1 or crowding <= 1 or link is not machine.loopback):
+        # Cards go on while ranks wait for each other; cores that copy do not. Who waits for one other leaves a shared
+        # core to the rest; where several streams meet, all wait.
+        if cost.stepwise and far == 0 and (near or cost.senders > 1 or crowding <= 1 or link is not machine.loopback):
             work *= machine.stall
         senders = self.next_senders if near else self.senders
         return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * senders)
@@ -317,10 +318,10 @@ class _Place:
         machine, crowding = self.machine, self.crowding
         fixed = inside.hops * near.latency + between.hops * far.latency
         fixed += (inside.hops + between.hops) * machine.switch * (crowding - 1)
-        fixed += (inside.messages * near.overhead + between.messages * far.overhead) * crowding
+        fixed += max(inside.messages * crowding, 2 * inside.hops) * near.overhead
+        fixed += max(between.messages * crowding, 2 * between.hops) * far.overhead
         slope = (inside.sent + inside.received - inside.reduced) / near.bandwidth * crowding
-        slowed = machine.stall if between.stepwise else self.incast(between)
-        slope += max(between.sent, between.received) / far.bandwidth * slowed
+        slope += max(between.sent, between.received) / far.bandwidth * self.incast(between)
         return fixed, slope + (inside.reduced + between.reduced) / machine.reduce * crowding
 
 

@@ -25,7 +25,7 @@ from ..symmetry import Symmetry
 from .node import follows, wrong
 from .streams import Lane, Piecewise, cut_up
 
-PIECE = 64 << 10  # bytes that move at a time
+PIECE = 16 << 10  # bytes that move at a time: about what sockets and slots hand over
 LEAST_PIECES, MOST_PIECES = 8, 256  # bounds of what a task is cut into at most; fewer where there are many tasks
 EVENTS = 4_000_000  # about so many in a run
 SEND, RECV_REDUCE, LOCAL = Op.SEND, Op.RECV_REDUCE, Op.LOCAL  # members of an enum are slow to look up
@@ -67,6 +67,9 @@ class Hardware(Protocol):
 
     def host(self, rank: int, op: Op) -> float:
         """Seconds in which the host of a GPU enqueues a piece of a step."""
+
+    def slack(self, server: Server) -> float:
+        """Seconds of work that a server does at once when it has rested."""
 
     def name(self, server: Server) -> str:
         """For people."""
@@ -157,7 +160,8 @@ class Tasks:
 
     def _timed(self, arrays: tuple[NDArray[Any], ...], firsts: NDArray[np.int64]) -> Outcome:
         """`firsts`: where in the arrays each task begins."""
-        begin, end, busy = map(np.frombuffer, _native.run_tasks(arrays, len(self.servers)))
+        slack = np.array([self.hardware.slack(server) for server in self.servers], np.float64)
+        begin, end, busy = map(np.frombuffer, _native.run_tasks((*arrays, slack)))
         if len(end) and end.min() < 0:
             rank, step = self.steps[int(np.searchsorted(firsts, int(np.argmin(end)), side="right")) - 1]
             raise ValueError(f"rank {rank} waits for ever at {step}")

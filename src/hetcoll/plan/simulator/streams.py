@@ -186,7 +186,7 @@ class _Edges:
         source, then, _ = self.all()
         nothing = np.zeros(len(task_of) + 1, np.int64), np.zeros(0, np.int32), np.zeros(0)
         arrays = _arrays(len(task_of), *nothing, source, then, np.ones(len(source)))
-        level = np.frombuffer(_native.run_tasks(arrays, 0)[0])
+        level = np.frombuffer(_native.run_tasks((*arrays, np.zeros(0)))[0])
         order = np.lexsort((op, level, rank))
         until = np.cumsum(np.array(tasks.hosts)[task_of][order])
         new = np.diff(rank[order], prepend=-1) != 0

@@ -16,8 +16,9 @@ ADDS = (Op.REDUCE, Op.SCALE, Op.ROUND)
 def predict(plans: Sequence[Plan], nbytes: int, topology: Topology, machine: Machine | None = None) -> float:
     """Seconds until the last rank is done; `nbytes` is the larger of the two buffers, used in place.
 
-    A rank's core does its copies and additions one after another; what goes over TCP occupies the host's card instead,
-    each direction by itself. FIFOs are as long as need be. Raises PlanError when the plans do not fit together.
+    A rank's core does its copies and additions one after another, and what its messages ask for; the bytes that go over
+    TCP occupy the host's card instead, each direction by itself. FIFOs are as long as need be. Raises PlanError when
+    the plans do not fit together.
     """
     whole = max(max(plan.send_units, plan.recv_units) for plan in plans)
     weaver = Weaver(whole, _Hosts(topology, machine or Machine()), everyone(len(plans)), lambda server: server)
@@ -45,7 +46,8 @@ class _Hosts:
         if not link.duplex:
             return Route((Use(("core", a, 0), moves, first),), (Use(("core", b, 0), into + adds, first),), delay)
         out, card = ("out", self._host[a], 0), ("in", self._host[b], 0)
-        return Route((Use(out, moves, first),), (Use(card, into + adds, first),), delay)
+        ends = (Use(("core", rank, 0), 0.0, first) for rank in (a, b))
+        return Route((next(ends), Use(out, moves)), (next(ends), Use(card, into + adds)), delay)
 
     def work(self, rank: int, op: Op) -> tuple[Use, ...]:
         per_byte = self._topology.crowding / self._machine.reduce if op in ADDS else 0.0
@@ -56,6 +58,9 @@ class _Hosts:
         return (Use(("island", rank, 0), 1 / link.bandwidth, link.latency),)
 
     def host(self, rank: int, op: Op) -> float:
+        return 0.0
+
+    def slack(self, server: Server) -> float:
         return 0.0
 
     def name(self, server: Server) -> str:
