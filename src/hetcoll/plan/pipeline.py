@@ -28,7 +28,6 @@ from ..types import WHOLE, Collective
 from .ir import Op, Plan, Span, Step
 from .simulator import follows
 
-
 Parts = tuple[Span | None, ...]
 
 
