@@ -124,19 +124,25 @@ def order_node(node: Node, lends: bool, seen: Callable[[int, int], int] = from_h
     followed = [dep for dep, follow in node.deps if follow]
     whole += [dep for dep, follow in node.deps if not follow]
     for n in whole:
-        node.full = node.full | n.over if node.full else n.over  # these are large, and so is a copy
+        node.full = _both(node.full, n.over)
     for n in followed:
-        node.full |= n.full | (0 if n.before is None else n.before.over)
-        node.paced |= n.paced | 1 << n.id
+        node.full = _both(node.full, _both(n.full, 0 if n.before is None else n.before.over))
+        node.paced = _both(node.paced, n.paced | 1 << n.id)
     if ahead is not None:
         node.full |= ahead.full | ahead.paced
     if sender is not None:
-        node.full |= seen(sender.full, node.away)
-        node.paced |= seen(sender.paced | (0 if sender.onward is not None else _chain(sender, seen)), node.away)
-    node.over = node.full | node.paced | 1 << node.id if node.paced else node.full | 1 << node.id
+        node.full = _both(node.full, seen(sender.full, node.away))
+        chain = 0 if sender.onward is not None else _chain(sender, seen)
+        node.paced = _both(node.paced, seen(_both(sender.paced, chain), node.away))
+    node.over = _both(node.full, node.paced) | 1 << node.id
     if ahead is not None:
         node.over |= ahead.over
     node.hops = max((n.hops + (n is sender) for n, _ in waits(node)), default=0)
+
+
+def _both(a: int, b: int) -> int:
+    """What is in either set. These are large, and Python copies where one is empty."""
+    return a | b if a and b else a or b
 
 
 def _chain(node: Node, seen: Callable[[int, int], int]) -> int:
