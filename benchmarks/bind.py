@@ -4,11 +4,15 @@
     python benchmarks/bind.py --op allgather --ranks 64 1024 --stretches 64
     python benchmarks/bind.py --prove --algorithms ring tree --ranks 256 1024     # the plans of all ranks
     python benchmarks/bind.py --prove --islands 64 192
+    python benchmarks/bind.py --order --islands 500 524 --algorithms islands ring     # what a GPU's rank draws
 
 Of each plan: the time to draw it and to encode it (Python), the bytes that it is encoded in, its steps, and the time to
 decode and bind it (C++). Each is the best of a few turns, in CPU time: nothing here waits. With `--hosts` ranks are on
 hosts of 8, among which algorithms run. An algorithm that cuts a buffer into stretches has as many as `--stretches`
 says; `-` stands for what is refused, and the last column says why.
+
+With `--order` it is the plan of a GPU's rank among islands, in pieces and in order, over a buffer of `--bytes`: how
+many plans it draws for that, once, in a process of its own, and its CPU time and peak memory.
 
 With `--prove` the plans of all ranks are drawn and proved, once, in a process of its own: its CPU time and peak memory,
 and how many ranks stand for all.
@@ -31,9 +35,12 @@ from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Plan
+from hetcoll.plan.order import drawn_by, enqueue_order, levels
+from hetcoll.plan.pieces import SLOTS, Lengths, cut, slot_bytes
+from hetcoll.plan.pipeline import pipelined
 from hetcoll.plan.simulator import prove
 from hetcoll.plan.symmetry import symmetry_of
-from hetcoll.types import Collective, DType
+from hetcoll.types import ROOTED, WHOLE, Collective, DType
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 BYTES = 256 << 20  # of the larger buffer
@@ -59,11 +66,11 @@ def row(entry: Algorithm, size: int, stretches: int, turns: int, among: bool) ->
     if among and entry.stretches is None and entry.collective in AMONG:
         entry = among_hosts(entry, led=False)
         hosts = tuple(tuple(range(first, first + HOST)) for first in range(0, size, HOST))
-    cut = stretches if entry.stretches is not None else 1
-    if cut > 1:
-        name += f", {cut} stretches"
+    pieces = stretches if entry.stretches is not None else 1
+    if pieces > 1:
+        name += f", {pieces} stretches"
     try:
-        plan, drawn = best(lambda: entry.build(size, rank, hosts=hosts, stretches=cut), turns)
+        plan, drawn = best(lambda: entry.build(size, rank, hosts=hosts, stretches=pieces), turns)
         encoded, packed = best(plan.encode, turns)
         units = max(plan.send_units, plan.recv_units, 1)
         counts = [BYTES // 4 // units * n for n in (plan.send_units, plan.recv_units)]
@@ -86,14 +93,41 @@ class Drawn(Sequence[Plan]):
         return self._entry.build(self._size, rank, hosts=self._hosts)
 
 
+def among_islands(collective: Collective, name: str, islands: Sequence[int]) -> tuple[Algorithm, Hosts]:
+    """An algorithm, and the ranks of the islands of these sizes."""
+    ends = list(accumulate(islands))
+    hosts = tuple(tuple(range(end - k, end)) for end, k in zip(ends, islands, strict=True))
+    return ISLANDS[collective] if name == "islands" else among(ALGORITHMS[collective][name]), hosts
+
+
+def peak_mb() -> float:
+    """Of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def order(collective: Collective, name: str, islands: Sequence[int], nbytes: int) -> str:
+    """A row of the table of orders: what `GpuPlans` does in the rank in the middle."""
+    entry, hosts = among_islands(collective, name, islands)
+    size = sum(islands)
+    start = time.process_time()
+    symmetry = drawn_by(size // 2, hosts, turns=entry.turns, rooted=collective in ROOTED)
+    base = [entry.build(size, rank, hosts=hosts) for rank in symmetry.standing]
+    share = nbytes if collective in WHOLE else -(-nbytes // size)
+    made = cut(nbytes, share, slot_bytes(size, max(islands), far=True), Lengths.of(base))
+    plans = pipelined(base, made.at, made.most)
+    enqueue_order(plans, SLOTS, symmetry)
+    levels(plans, SLOTS, SLOTS, symmetry)
+    seconds, steps = time.process_time() - start, len(plans[symmetry.standing.index(size // 2)].steps)
+    sizes = "+".join(map(str, islands))
+    return f"| {name} | {sizes} | {nbytes} | {steps} | {len(base)} | {seconds:.2f} | {peak_mb():.0f} |"
+
+
 def proof(collective: Collective, name: str, size: int, islands: Sequence[int]) -> str:
     """A row of the table of proofs."""
     hosts, label = None, f"{size}"
     if islands:
-        ends = list(accumulate(islands))
-        hosts = tuple(tuple(range(end - k, end)) for end, k in zip(ends, islands, strict=True))
-        size, label = ends[-1], "+".join(map(str, islands))
-        entry = ISLANDS[collective] if name == "islands" else among(ALGORITHMS[collective][name])
+        size, label = sum(islands), "+".join(map(str, islands))
+        entry, hosts = among_islands(collective, name, islands)
     else:
         entry = ALGORITHMS[collective][name]
     plans = Drawn(entry, size, hosts)
@@ -104,9 +138,8 @@ def proof(collective: Collective, name: str, size: int, islands: Sequence[int]) 
     symmetry = symmetry_of(plans)
     report = prove(plans, symmetry)
     end = time.process_time()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     times = f"{drawing - start:.2f} | {end - drawing:.2f}"
-    return f"| {name} | {label} | {report.steps} | {len(symmetry.standing)} | {times} | {peak:.0f} |"
+    return f"| {name} | {label} | {report.steps} | {len(symmetry.standing)} | {times} | {peak_mb():.0f} |"
 
 
 def proofs(collective: Collective, names: Sequence[str], sizes: Sequence[int], islands: Sequence[int]) -> None:
@@ -129,8 +162,19 @@ def main() -> None:
     parser.add_argument("--hosts", action="store_true", help="ranks are on hosts of 8")
     parser.add_argument("--turns", type=int, default=3, help="how often each is done (default: 3)")
     parser.add_argument("--prove", action="store_true", help="prove the plans of all ranks instead")
-    parser.add_argument("--islands", nargs="+", type=int, default=(), help="of so many ranks, for --prove")
+    parser.add_argument("--islands", nargs="+", type=int, default=(), help="of so many ranks, for --prove and --order")
+    parser.add_argument("--order", action="store_true", help="the plan of a GPU's rank among --islands, in order")
+    parser.add_argument("--bytes", type=int, default=BYTES, help="of the larger buffer, for --order (default: 256 MiB)")
     args = parser.parse_args()
+    if args.order:
+        if not args.islands:
+            parser.error("--order: wanted --islands, got none")
+        print("| algorithm | islands | bytes | steps | plans drawn | s | peak MB |")
+        print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+        for name in args.algorithms or ["islands"]:
+            with ProcessPoolExecutor(1) as alone:
+                print(alone.submit(order, Collective[args.op.upper()], name, args.islands, args.bytes).result())
+        return
     if args.prove:
         collective = Collective[args.op.upper()]
         names = args.algorithms or ([*ALGORITHMS[collective]] if not args.islands else ["islands"])

@@ -33,6 +33,7 @@ from .simulator.node import wrong
 from .symmetry import Symmetry, everyone
 
 Fifo = tuple[int, int, int]
+SEND, LOCAL = Op.SEND, Op.LOCAL  # members of an enum are slow to look up
 
 
 def drawn_by(rank: int, islands: Hosts, *, turns: bool, rooted: bool) -> Symmetry:
@@ -131,7 +132,7 @@ def _waits(
         island, locals = plan.island[0], 0
         for step in plan.steps:
             number = len(before)
-            if step.op is Op.LOCAL:
+            if step.op is LOCAL:
                 number = gates.setdefault((island, locals), number)
                 locals += 1
             if number == len(before):
@@ -141,7 +142,7 @@ def _waits(
                 before[number].append((heads[step.lane], False))
             heads[step.lane] = number
             row.append(number)
-            if step.op is Op.SEND:
+            if step.op is SEND:
                 sends.setdefault((*symmetry.fifo(plan.rank, step.peer), step.channel), []).append(number)
             elif step.op in RECEIVES:
                 recvs.setdefault((step.peer, plan.rank, step.channel), []).append(number)

@@ -32,21 +32,23 @@ from ..costs import COSTS, LEVELS, Cost, Hosts, Levels
 from ..ir import Buf, Builder, Local, Op, Plan, Span, cut
 
 After = Iterable[int | None]
+SEND, RECV, RECV_REDUCE = Op.SEND, Op.RECV, Op.RECV_REDUCE  # members of an enum are slow to look up
+_INP, _OUT, _TMP = Buf
 
 
 def inp(start: int = 0, count: int = 1) -> Span:
     """`count` units of the caller's input (SEND). Never written."""
-    return Span(Buf.SEND, start, count)
+    return Span(_INP, start, count)
 
 
 def out(start: int = 0, count: int = 1) -> Span:
     """`count` units of the caller's output (RECV). In place it is the same memory as the input."""
-    return Span(Buf.RECV, start, count)
+    return Span(_OUT, start, count)
 
 
 def tmp(start: int = 0, count: int = 1) -> Span:
     """`count` units of the communicator's scratch memory."""
-    return Span(Buf.SCRATCH, start, count)
+    return Span(_TMP, start, count)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,15 +92,15 @@ class Draft(Builder):
 
     def send(self, lane: int, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Send `src` to `peer`. Like the next four it gives the step's index, to be named in a later `after`."""
-        return self.add(Op.SEND, lane, src, None, peer, channel, after, None, peer in self.slow)
+        return self.add(SEND, lane, src, None, peer, channel, after, None, peer in self.slow)
 
     def recv(self, lane: int, dst: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive into `dst` what `peer` sends next on this channel, which has as many units."""
-        return self.add(Op.RECV, lane, None, dst, peer, channel, after, None, peer in self.slow)
+        return self.add(RECV, lane, None, dst, peer, channel, after, None, peer in self.slow)
 
     def recv_reduce(self, lane: int, dst: Span, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive from `peer` and write the reduction of that and `src` to `dst`, which may be `src`."""
-        return self.add(Op.RECV_REDUCE, lane, src, dst, peer, channel, after, None, peer in self.slow)
+        return self.add(RECV_REDUCE, lane, src, dst, peer, channel, after, None, peer in self.slow)
 
     def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
         """Copy `src` to `dst`, which may be the same memory: then nothing is moved."""

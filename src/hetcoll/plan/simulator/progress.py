@@ -9,6 +9,8 @@ from ..ir import Op, Plan
 from ..symmetry import Symmetry, everyone
 from .node import Node, wrong
 
+SEND, LOCAL = Op.SEND, Op.LOCAL  # members of an enum are slow to look up
+
 
 def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int, symmetry: Symmetry | None = None) -> list[Node]:
     """Run all steps with `slots` in each FIFO; the order in which they ended. Raises when they cannot end.
@@ -55,7 +57,7 @@ def _home(node: Node) -> bool:
 def _due(lane: list[Node]) -> Node:
     """What a lane does next. Sends do not wait until what those before them have lent is home."""
     first = next((node for node in reversed(lane) if not node.met), lane[-1])
-    return first if first.step.op is Op.SEND else lane[-1]
+    return first if first.step.op is SEND else lane[-1]
 
 
 def _advance(node: Node, pieces: int, slots: int, flying: dict[int, int], order: list[Node]) -> bool:
@@ -63,7 +65,7 @@ def _advance(node: Node, pieces: int, slots: int, flying: dict[int, int], order:
     other, step = node.other, node.step
     if not _ready(node, pieces):
         return False
-    if step.op is Op.LOCAL:  # the members wait for each other, whether or not the library makes them
+    if step.op is LOCAL:  # the members wait for each other, whether or not the library makes them
         if not all(_ready(member, pieces) for member in node.group):
             return False
         for member in node.group:
@@ -71,12 +73,12 @@ def _advance(node: Node, pieces: int, slots: int, flying: dict[int, int], order:
         order += node.group
         return True
     if other is not None and slots == 0:
-        if step.op is not Op.SEND or node.met or not _ready(other, pieces):
+        if step.op is not SEND or node.met or not _ready(other, pieces):
             return False
         node.met, other.done = True, pieces
         order += (node, other)
         return True
-    if other is not None and step.op is Op.SEND:
+    if other is not None and step.op is SEND:
         if flying.get(node.fifo, 0) == slots:
             return False
         flying[node.fifo] = flying.get(node.fifo, 0) + 1
@@ -92,7 +94,7 @@ def _advance(node: Node, pieces: int, slots: int, flying: dict[int, int], order:
 
 def _ready(node: Node, pieces: int) -> bool:
     before = node.before
-    if before is not None and before.done < pieces and not (before.met and node.step.op is Op.SEND):
+    if before is not None and before.done < pieces and not (before.met and node.step.op is SEND):
         return False
     return all(dep.done == pieces or (follow and dep.done > node.done) for dep, follow in node.deps)
 
@@ -118,23 +120,29 @@ def order_node(node: Node, lends: bool, seen: Callable[[int, int], int] = from_h
     whole = [] if before is None or ahead is not None else [before]
     for source in node.sources:
         whole += ([] if source.before is None else [source.before]) + [dep for dep, _ in source.deps]
-    sender = None if node.step.op is Op.SEND else other
+    sender = None if node.step.op is SEND else other
     followed = [dep for dep, follow in node.deps if follow]
     whole += [dep for dep, follow in node.deps if not follow]
     for n in whole:
-        node.full = node.full | n.over if node.full else n.over  # these are large, and so is a copy
+        node.full = _both(node.full, n.over)
     for n in followed:
-        node.full |= n.full | (0 if n.before is None else n.before.over)
-        node.paced |= n.paced | 1 << n.id
+        node.full = _both(node.full, _both(n.full, 0 if n.before is None else n.before.over))
+        node.paced = _both(node.paced, n.paced | 1 << n.id)
     if ahead is not None:
         node.full |= ahead.full | ahead.paced
     if sender is not None:
-        node.full |= seen(sender.full, node.away)
-        node.paced |= seen(sender.paced | (0 if sender.onward is not None else _chain(sender, seen)), node.away)
-    node.over = node.full | node.paced | 1 << node.id if node.paced else node.full | 1 << node.id
+        node.full = _both(node.full, seen(sender.full, node.away))
+        chain = 0 if sender.onward is not None else _chain(sender, seen)
+        node.paced = _both(node.paced, seen(_both(sender.paced, chain), node.away))
+    node.over = _both(node.full, node.paced) | 1 << node.id
     if ahead is not None:
         node.over |= ahead.over
     node.hops = max((n.hops + (n is sender) for n, _ in waits(node)), default=0)
+
+
+def _both(a: int, b: int) -> int:
+    """What is in either set. These are large, and Python copies where one is empty."""
+    return a | b if a and b else a or b
 
 
 def _chain(node: Node, seen: Callable[[int, int], int]) -> int:
@@ -154,5 +162,5 @@ def waits(node: Node) -> list[tuple[Node, int]]:
     found = [node.before, *(dep for dep, _ in node.deps)]
     for source in node.sources:
         found += [source.before, *(dep for dep, _ in source.deps)]
-    sender = [(node.other, node.away)] if node.other is not None and node.step.op is not Op.SEND else []
+    sender = [(node.other, node.away)] if node.other is not None and node.step.op is not SEND else []
     return [(n, 0) for n in found if n is not None] + sender
