@@ -171,7 +171,8 @@ class Kernel:
         for queue in queues:
             queue[task] = None
         task.token += 1
-        task.waits, task.late = True, False
+        task.waits = True
+        task.late = False
         if seconds is not None:
             due = self.now + seconds if seconds > 0 else self.now
             heappush(self._events, (due, next(self._order), self._expire, (task, task.token)))

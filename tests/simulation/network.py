@@ -139,10 +139,13 @@ class File:
 
     def events(self, wanted: int) -> int:
         """Those of `wanted` that a poll would tell of now."""
-        found = POLLIN if wanted & POLLIN and self.readable else 0
+        failed = self._broken or self.error > 0
+        found = POLLERR if failed else 0
+        if wanted & POLLIN and (failed or self._came or self.backlog or self._ended or self._deaf):
+            found |= POLLIN
         if wanted & POLLOUT and self.writable:
             found |= POLLOUT
-        return found | POLLERR if self.error > 0 or self._broken else found
+        return found
 
     # What a program asks.
 

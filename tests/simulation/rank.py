@@ -347,7 +347,7 @@ class Rank:
             self._told(("shrink", roll), tuple(ranks))
             if self.rank not in ranks:
                 self.history.wrong.append(f"{self.name}, rank {self.rank}, goes on with {ranks}")
-            before, name = self.group, self.group[:40] + b" shrink %d" % roll
+            before, name = self.group, self.group + b" shrink %d" % roll
             try:
                 here = self.history.places[before]
                 self.history.places[name] |= {new: here.get(old, "?") for new, old in enumerate(ranks)}

@@ -123,7 +123,8 @@ class socket:  # noqa: N801
     def recv(self, size: int, flags: int = 0, /) -> bytes:
         World.kernel.call()
         file = self._file
-        self._await(lambda: file.readable)
+        if not file.readable:
+            self._await(lambda: file.readable)
         data = file.receive(size)
         if data is None:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")

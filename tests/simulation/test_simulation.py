@@ -21,7 +21,7 @@ FOUND = {
     ),
     "kill": (
         86,  # a relay looked for a store that was gone, closed or not
-        5003296,  # a store died before it had asked those that came to succeed it
+        7010525,  # two parts of a job went by different lists of successors
     ),
     "reset": (1000452,),  # a second welcome took the place of an answer
     "stop": (88, 90),  # a successor that others had passed over woke, and served as well

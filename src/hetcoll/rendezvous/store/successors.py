@@ -77,8 +77,7 @@ class Successors:
             self._places[member] = places
 
     def confirm(self) -> None:
-        """This store serves: those who came to it may rely on that. It may die soon, too, and they know no other
-        successors than those that the one before it told."""
+        """This store serves: those who came to it may rely on that."""
         more = [member for member in self._unsure if self._count(member)]
         self._firm.update(more)
         for member in self._unsure:
@@ -86,7 +85,6 @@ class Successors:
         self._unsure.clear()
         if self._charge and (more or not self._begun):
             self._begun = True
-            self._ask()
             self._refresh_soon()
 
     def drop(self, member: Member, silent: bool) -> None:
