@@ -1,16 +1,14 @@
-"""Compressed edges: formats against NumPy, plans against the checker, the engine against both, and error feedback."""
+"""Compressed edges: plans against the checker, the engine against plans and formats, error feedback, failures."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from codec_reference import Reference, rounded, wire
-from elements import NUMPY, assert_same, bit_patterns
+from codec_reference import FORMATS, KINDS, Reference
+from elements import NUMPY, assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutants import edited, field_mutants, passes, structural_mutants
@@ -18,105 +16,16 @@ from ranks import Ranks
 from thorough import parametrize
 
 import hetcoll
-from hetcoll import ArgumentError, CollectiveMismatchError, PeerLostError, _native
-from hetcoll.config.env import read_config
+from hetcoll import ArgumentError, CollectiveMismatchError, PeerLostError
 from hetcoll.plan.algorithms import ALGORITHMS, Hosts, find
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.ir import Op, Plan
 from hetcoll.plan.simulator import PlanError, check
-from hetcoll.runtime.compression import LEAST_BYTES
 from hetcoll.types import Collective, DType, Format
 
 Pool = Callable[..., Ranks]
 Launch = Callable[..., Ranks]
 Array = np.ndarray[Any, np.dtype[Any]]
-
-DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-FORMATS = (Format.BF16, Format.FP8, Format.INT8)
-KINDS = [(d, f) for d in DTYPES for f in FORMATS if f.factor(d.itemsize) < 1]
-# What rounding takes at most: of the element itself, and of the largest of its block.
-BOUNDS = {Format.BF16: (2**-8, 0), Format.FP8: (2**-4, 2**-17), Format.INT8: (0, 1 / 127)}
-
-
-# The formats.
-
-
-@pytest.fixture(params=["baseline", "avx2", "avx512"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.kernel_isa()
-    if not _native.set_kernel_isa(request.param):
-        pytest.skip(f"this processor lacks {request.param}")
-    yield request.param
-    _native.set_kernel_isa(before)
-
-
-def native_round(x: Array, residual: Array | None, dtype: DType, form: Format) -> tuple[Array, Array]:
-    y, lost = np.empty_like(x), np.zeros(len(x), np.float32) if residual is None else residual.copy()
-    _native.round_elements(y.ctypes.data, x.ctypes.data, lost.ctypes.data, len(x), dtype, form)
-    return y, lost
-
-
-def native_wire(x: Array, dtype: DType, form: Format) -> bytes:
-    codes = np.empty(2 * len(x) + 64, np.uint8)
-    return codes[: _native.encode_elements(codes.ctypes.data, x.ctypes.data, len(x), dtype, form)].tobytes()
-
-
-@pytest.mark.parametrize(("dtype", "form"), KINDS)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(count=st.integers(0, 200), seed=st.integers(0, 1 << 20), residual=st.booleans(), clean=st.booleans())
-def test_formats_are_those_of_numpy(
-    isa: str, dtype: DType, form: Format, count: int, seed: int, residual: bool, clean: bool
-) -> None:
-    """Any bits; the codes are the same, too, and rounding what was rounded changes nothing."""
-    x = bit_patterns(dtype, count, seed).view(NUMPY[dtype])
-    with np.errstate(invalid="ignore", over="ignore"):
-        wide = x.astype(np.float32)
-        x = np.where(np.isfinite(wide), wide, 3).astype(x.dtype) if clean else x
-        lost = np.random.default_rng(seed).standard_normal(count).astype(np.float32) if residual else None
-        y, left = native_round(x, lost, dtype, form)
-        want, want_left = rounded(x, lost, dtype, form)
-        assert_same(dtype, y, want, x)
-        assert_same(DType.FLOAT32, left, want_left, x)
-    codes = native_wire(y, dtype, form)
-    if clean or form is not Format.BF16:  # a NaN has many codes there
-        assert codes == wire(y, dtype, form)
-    assert len(codes) == count * (2 if form is Format.BF16 else 1) + (form is not Format.BF16) * -(-count // 32)
-    back = np.empty_like(y)
-    raw = np.frombuffer(codes + b"\0", np.uint8)
-    _native.decode_elements(back.ctypes.data, raw.ctypes.data, count, dtype, form)
-    assert_same(dtype, back, y, x)
-    _native.round_elements(back.ctypes.data, y.ctypes.data, 0, count, dtype, form)
-    assert_same(dtype, back, y, x)
-
-
-@pytest.mark.parametrize(("dtype", "form"), KINDS)
-def test_bounds_of_what_is_lost(isa: str, dtype: DType, form: Format) -> None:
-    own, largest = BOUNDS[form]
-    rng = np.random.default_rng(7)
-    for exponent in (-12, 0, 12):
-        x = (rng.standard_normal((500, 32)) * 2.0**exponent).astype(NUMPY[dtype])
-        y, lost = native_round(x.reshape(-1), None, dtype, form)
-        error = np.abs(x.astype(np.float64) - y.astype(np.float64).reshape(x.shape))
-        bound = own * np.abs(x.astype(np.float64)) + largest * np.abs(x.astype(np.float64)).max(axis=1, keepdims=True)
-        assert (error <= bound).all(), float((error / bound).max())
-        assert (np.abs(lost.reshape(x.shape)) == error).all()
-
-
-@pytest.mark.parametrize(("dtype", "form"), KINDS)
-def test_the_largest_numbers_stay_finite(isa: str, dtype: DType, form: Format) -> None:
-    top = float(ml_dtypes.finfo(NUMPY[dtype]).max)
-    y, _ = native_round(np.array([top, -top, 1], NUMPY[dtype]), None, dtype, form)
-    if form is Format.BF16:  # rounds up, as a conversion does
-        assert np.isinf(y[:2].astype(np.float32)).all()
-    else:
-        assert np.allclose(y[:2].astype(np.float64), [top, -top], rtol=0.13)
-
-
-def test_a_type_without_the_format() -> None:
-    for dtype, form in ((DType.FLOAT16, Format.BF16), (DType.INT32, Format.INT8), (DType.FLOAT32, Format.NONE)):
-        with pytest.raises(ValueError, match="no such format"):
-            _native.encode_elements(0, 0, 0, dtype, form)
-
 
 # The plans.
 
@@ -362,146 +271,6 @@ def test_memory_for_feedback_is_bounded(launch: Launch, most: str, dropped: int)
         assert counters["residual_bytes"] == {"8K": 8000, "5000": 4000}.get(most, 0)
         assert (len(set(found)) == 1) == (most != "8K")  # forgotten before it is used again
     assert ("HETCOLL_COMPRESS_FEEDBACK allows" in ranks.output(0)) == (dropped > 0)
-
-
-# What is asked for, and what cannot be.
-
-
-def ask_wrongly(comm: hetcoll.Communicator) -> list[str]:
-    f32, half = np.ones(8, np.float32), np.ones(8, np.float16)
-    calls: list[Callable[[], object]] = [
-        lambda: comm.allreduce(f32, compress="int4"),
-        lambda: comm.allreduce(f32, compress=8),  # type: ignore[arg-type]
-        lambda: comm.allreduce(f32, op="max", compress="int8"),
-        lambda: comm.allreduce(np.ones(8, np.int32), compress="int8"),
-        lambda: comm.allreduce(np.ones(8), compress="bf16"),
-        lambda: comm.allreduce(half, compress="bf16"),
-        lambda: comm.reduce_scatter(half, half[:4].copy(), "min", compress="fp8"),
-        lambda: comm.split(0, compress="fp16"),
-        lambda: comm.explain("allreduce", 8, compress=""),
-    ]
-    said = []
-    for call in calls:
-        with pytest.raises(ArgumentError) as caught:
-            call()
-        said.append(str(caught.value))
-    comm.allreduce(f32)
-    assert f32.tolist() == [2] * 8
-    return said
-
-
-def test_what_cannot_be_compressed_is_an_error(pool: Pool) -> None:
-    for said in pool(2, HETCOLL_ISLANDS="0|1").run(ask_wrongly):
-        assert said == [
-            "compress: wanted one of none, bf16, fp8, int8, got 'int4'",
-            "compress: wanted one of none, bf16, fp8, int8, got 8",
-            "compress: int8 was asked for, but only sums and averages are compressed, not max",
-            "compress: int8 was asked for, but only float32, float16, bfloat16 are compressed, not int32",
-            "compress: bf16 was asked for, but only float32, float16, bfloat16 are compressed, not float64",
-            "compress: bf16 was asked for, but float16 is not wider",
-            "compress: fp8 was asked for, but only sums and averages are compressed, not min",
-            "compress: wanted one of none, bf16, fp8, int8, got 'fp16'",
-            "compress: wanted one of none, bf16, fp8, int8, got ''",
-        ]
-
-
-def ask_in_one_host(comm: hetcoll.Communicator) -> str:
-    with pytest.raises(ArgumentError) as caught:
-        comm.allreduce(np.ones(8, np.float32), compress="int8")
-    return f"{caught.value}; {comm.explain('allreduce', 1 << 20, compress='int8').compress}"
-
-
-def test_one_host_has_no_slow_edges(pool: Pool) -> None:
-    why = "all 2 ranks are in one host"
-    said = set(pool(2).run(ask_in_one_host))
-    assert said == {f"compress: int8 was asked for, but {why}; int8: not compressed: {why}"}
-
-
-def use_default(comm: hetcoll.Communicator) -> list[tuple[str, str]]:
-    """Which calls the communicator's setting holds for, by the counter."""
-    n, said = LEAST_BYTES // 4, []
-    cases: dict[str, Callable[[], object]] = {
-        "large": lambda: comm.allreduce(np.ones(n, np.float32)),
-        "again": lambda: comm.allreduce(np.ones(n, np.float32)),
-        "average of halves": lambda: comm.allreduce(np.ones(2 * n, np.float16), op="avg"),
-        "shares": lambda: comm.reduce_scatter(np.ones(n, np.float32), np.ones(n // 2, np.float32)),
-        "small": lambda: comm.allreduce(np.ones(n - 1, np.float32)),
-        "small, asked for": lambda: comm.allreduce(np.ones(2, np.float32), compress="fp8"),
-        "max": lambda: comm.allreduce(np.ones(n, np.float32), op="max"),
-        "int32": lambda: comm.allreduce(np.ones(n, np.int32)),
-        "declined": lambda: comm.allreduce(np.ones(n, np.float32), compress="none"),
-        "after that": lambda: comm.allreduce(np.ones(n, np.float32)),
-        "broadcast": lambda: comm.broadcast(np.ones(n, np.float32)),
-    }
-    for name, call in cases.items():
-        before = comm.counters().get("compressed_before", 0)
-        call()
-        said.append((name, comm.counters().get("compressed_before", 0) > before))
-    return [name for name, compressed in said if compressed]
-
-
-def test_the_setting_of_a_communicator(pool: Pool) -> None:
-    wanted = ["large", "again", "average of halves", "shares", "small, asked for", "after that"]
-    assert pool(2, HETCOLL_ISLANDS="0|1", HETCOLL_COMPRESS="int8").run(use_default) == [wanted] * 2
-
-
-def look_at_parts(comm: hetcoll.Communicator) -> list[str]:
-    said = [comm.explain("allreduce", 1 << 20).compress, comm.explain("allreduce", 100).compress]
-    said.append(comm.explain("broadcast", 1 << 20).compress)
-    said.append(comm.explain("reduce_scatter", 1 << 20, compress="int8").compress)
-    for color, form in ((comm.rank // 2, None), (0, None), (0, "bf16"), (0, "none")):
-        part = comm.split(color, compress=form)
-        assert part is not None
-        said.append(part.explain("allreduce", 1 << 20).compress)
-        part.close()
-    return said
-
-
-def test_what_is_told_and_parts(pool: Pool) -> None:
-    said = pool(4, HETCOLL_ISLANDS="0,1|2,3", HETCOLL_COMPRESS="fp8").run(look_at_parts)
-    fp8 = "0.258 of float32's bytes, with error feedback"
-    assert said[1] == [
-        f"fp8 to and from rank 3: {fp8}",
-        "fp8: not compressed: less than 65536 bytes",
-        "fp8: not compressed: broadcast is not compressed",
-        f"int8 to and from rank 3: {fp8}",
-        "fp8: not compressed: all 2 ranks are in one island",
-        f"fp8 to and from rank 3: {fp8}",
-        "bf16 to and from rank 3: 0.500 of float32's bytes, with error feedback",
-        "",
-    ]
-
-
-def choose_another(comm: hetcoll.Communicator) -> str:
-    with pytest.raises(ArgumentError) as caught:
-        comm.allreduce(np.ones(8, np.float32), compress="int8")
-    return str(caught.value)
-
-
-def test_another_algorithm_was_asked_for(pool: Pool) -> None:
-    said = pool(2, HETCOLL_ISLANDS="0|1", HETCOLL_ALGO="ring").run(choose_another)
-    assert set(said) == {"compress: allreduce is compressed by direct, but HETCOLL_ALGO asks for ring"}
-
-
-def test_the_environment() -> None:
-    config = read_config({"HETCOLL_COMPRESS": "Int8", "HETCOLL_COMPRESS_FEEDBACK": "1M"})
-    assert (config.compress, config.compress_feedback) == (Format.INT8, 1 << 20)
-    assert read_config({"HETCOLL_COMPRESS_FEEDBACK": "0"}).compress_feedback == 0
-    with pytest.raises(ArgumentError, match=re.escape("HETCOLL_COMPRESS: wanted none, bf16, fp8 or int8, got 'zip'")):
-        read_config({"HETCOLL_COMPRESS": "zip"})
-
-
-def init_with(job: Any, islands: str, form: str) -> str:
-    from hetcoll import job as jobs
-
-    with pytest.raises(ArgumentError) as caught:
-        jobs.init(islands=islands, compress=form)
-    return str(caught.value)
-
-
-def test_init_checks_the_name(launch: Launch) -> None:
-    (said,) = launch(1, join=False).run(init_with, "0", "gzip")
-    assert said == "compress: wanted one of none, bf16, fp8, int8, got 'gzip'"
 
 
 # Failures.

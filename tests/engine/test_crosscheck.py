@@ -15,6 +15,7 @@ import pytest
 from cases import run_cases
 from ranks import Ranks, wait_until
 from reference import Case
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import Work, calls
@@ -43,7 +44,7 @@ def every_case() -> list[Case]:
     return [*found, *large, Case("alltoallv", "uint8", 30)]
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@parametrize("transport", ["auto", "tcp"], first=1)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_right_calls_are_as_ever(pool: Pool, transport: str, async_op: bool) -> None:
     ranks = pool(SIZE, HETCOLL_CHECK="1", HETCOLL_TRANSPORT=transport)

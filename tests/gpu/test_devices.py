@@ -12,6 +12,7 @@ from typing import Any
 import device_checks
 import fakes
 import pytest
+from device_machine import open_device
 from elements import pair_id
 from ranks import Job, Ranks
 from thorough import parametrize
@@ -61,7 +62,7 @@ def _use_older_hip(job: Job) -> None:
 
 def _check(job: Job, vendor: str, name: str) -> str | None:
     try:
-        device_checks.CHECKS[name](device_checks.open_device(vendor))
+        device_checks.CHECKS[name](open_device(vendor))
     except pytest.skip.Exception as skipped:
         return str(skipped)
     return None
@@ -100,7 +101,7 @@ def test_the_device_that_a_thread_has_chosen_stays(on: Callable[..., Any]) -> No
 
 
 def _kernels(job: Job, vendor: str, dtype: DType) -> None:
-    device_checks.check_kernels(device_checks.open_device(vendor), dtype)
+    device_checks.check_kernels(open_device(vendor), dtype)
 
 
 @parametrize("dtype", SOME, ids=pair_id, first=1)
@@ -121,7 +122,7 @@ class _Records(logging.Handler):
 def _cache(job: Job, vendor: str, directory: str) -> None:
     records = _Records()
     logging.getLogger("hetcoll").addHandler(records)
-    device_checks.check_cache(device_checks.open_device(vendor), directory, lambda: records.text)
+    device_checks.check_cache(open_device(vendor), directory, lambda: records.text)
 
 
 def test_compiled_kernels_are_kept(on: Callable[..., Any], tmp_path: Path) -> None:

@@ -29,22 +29,22 @@ SOON = 15.0 * PATIENCE  # in which it has ended: the communicator's timeout is 3
 LARGE, SMALL = 3_000_001, 100  # elements: by copies, by a kernel
 APART, TOGETHER, NEAR = {"HETCOLL_ISLANDS": "0|1"}, {}, {"HETCOLL_ALGO": "direct"}
 MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "GPU_MAX_HW_QUEUES": "32"}  # none waits behind another's message
-WAYS = parametrize(
-    ("kinds", "env", "count"),
-    [
-        ("nn", APART, LARGE),
-        ("nn", APART, SMALL),
-        ("nn", TOGETHER, LARGE),
-        ("nn", NEAR, LARGE),
-        ("na", {}, LARGE),
-        ("na", {}, SMALL),
-        ("nn", {"HETCOLL_HOST_ID": ("a", "b"), **APART}, LARGE),
-        ("nn", {"HETCOLL_HOST_ID": ("a", "b"), **APART}, SMALL),
-    ],
-    first=3,
-    ids=["apart", "kernel", "library", "near", "vendors", "kernel of two vendors", "hosts", "hosts, few bytes"],
-)
+WAYS = [
+    ("nn", APART, LARGE),
+    ("nn", APART, SMALL),
+    ("nn", TOGETHER, LARGE),
+    ("nn", NEAR, LARGE),
+    ("na", {}, LARGE),
+    ("na", {}, SMALL),
+    ("nn", {"HETCOLL_HOST_ID": ("a", "b"), **APART}, LARGE),
+    ("nn", {"HETCOLL_HOST_ID": ("a", "b"), **APART}, SMALL),
+]
+NAMES = ["apart", "kernel", "library", "near", "vendors", "kernel of two vendors", "hosts", "hosts, few bytes"]
 Start = Callable[[hetcoll.Communicator, Own, dict[str, Any]], Work]
+
+
+def each_way(*, first: int) -> pytest.MarkDecorator:
+    return parametrize(("kinds", "env", "count"), WAYS, ids=NAMES, first=first)
 
 
 def allreduce(comm: hetcoll.Communicator, own: Own, how: dict[str, Any]) -> Work:
@@ -108,17 +108,17 @@ def check_alone(ranks: Ranks, start: Start, count: int, *, caller: int = 0, firs
         assert f"{CALLED.get(start, start.__name__)}(" in str(found[0][0])
 
 
-@WAYS
+@each_way(first=3)
 def test_a_collective_that_a_rank_does_not_call(placed: Placed, kinds: str, env: Any, count: int) -> None:
     check_alone(placed(kinds, **env), allreduce, count)
 
 
-@WAYS
+@each_way(first=1)
 def test_an_asynchronous_one(placed: Placed, kinds: str, env: Any, count: int) -> None:
     check_alone(placed(kinds, **env), allreduce, count, async_op=True)
 
 
-@WAYS
+@each_way(first=3)
 def test_a_message_that_is_not_sent(placed: Placed, kinds: str, env: Any, count: int) -> None:
     check_alone(placed(kinds, **env), recv, count)
 

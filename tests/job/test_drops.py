@@ -17,6 +17,7 @@ import pytest
 from calls import LINKS, add, use_everything
 from patience import DEADLINE
 from ranks import Job, RankError, Ranks, Resources, wait_until
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import lifetime
@@ -59,7 +60,7 @@ def split_and_drop(comm: hetcoll.Communicator, times: int) -> tuple[str, float]:
     return Resources.now().left_over(before), megabytes() - held
 
 
-@LINKS
+@parametrize("transport", ["auto", "tcp"], first=1)
 def test_splits_that_are_dropped_leave_nothing(launch: Launch, transport: str) -> None:
     for left, grown in launch(2, HETCOLL_TRANSPORT=transport).run(split_and_drop, 100, timeout=90):
         assert left == ""

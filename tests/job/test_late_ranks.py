@@ -192,6 +192,7 @@ def slowly_but_surely(comm: hetcoll.Communicator, count: int) -> float:
     return took[0]
 
 
+@pytest.mark.slow
 def test_slow_is_not_stuck(launch: Launch) -> None:
     ranks = launch(3, HETCOLL_FAULT="delay=1,short=1", HETCOLL_SHM_BYTES="4096")
     count, took = 1 << 14, 0.0  # a busy machine needs a minute for what an idle one does in seconds: from short to long

@@ -389,6 +389,6 @@ def open_and_close_many(comm: hetcoll.Communicator, times: int) -> str:
     return Resources.now().left_over(before)
 
 
-@LINKS
+@parametrize("transport", ["auto", "tcp"], first=1)
 def test_communicators_that_come_and_go(launch: Launch, transport: str) -> None:
     assert launch(3, HETCOLL_TRANSPORT=transport).run(open_and_close_many, 40) == [""] * 3

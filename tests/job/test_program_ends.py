@@ -141,6 +141,7 @@ print(left, mapped, time.monotonic() < until)
 """
 
 
+@pytest.mark.slow
 @parametrize(("victim", "transport"), [(0, "auto"), (1, "tcp"), (1, "auto"), (0, "tcp")], first=1)
 def test_a_rank_that_becomes_another_program_is_lost(victim: int, transport: str, tmp_path: Path) -> None:
     """By exec, while its calls are under way: its process lives, and keeps nothing. Rank 0's holds the store."""

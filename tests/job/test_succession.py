@@ -124,6 +124,7 @@ def stop_the_first(comm: hetcoll.Communicator, who: Path) -> int:
     return rest.size
 
 
+@pytest.mark.slow
 def test_a_successor_that_is_stopped_is_passed_over_by_more_than_half(launch: Launch, tmp_path: Path) -> None:
     ranks = launch(5)
     ranks.start(stop_the_first, tmp_path / "first")

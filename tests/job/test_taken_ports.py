@@ -15,6 +15,7 @@ import pytest
 from meeting import foreign_service, meet, torch_style
 from patience import DEADLINE
 from ports import free_port
+from thorough import parametrize
 
 from hetcoll.config.env import Config
 from hetcoll.errors import InitError
@@ -65,7 +66,7 @@ def forming(port: int, size: int, **settings: object) -> Iterator[list[Future[li
             client.close()
 
 
-@pytest.mark.parametrize("variables", [{}, {"HETCOLL_SECRET": "sesame"}])
+@parametrize("variables", [{}, {"HETCOLL_SECRET": "sesame"}], first=1)
 @pytest.mark.parametrize(
     ("rank", "size", "clash"),
     [

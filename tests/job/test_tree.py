@@ -273,6 +273,7 @@ def test_who_leaves_a_relay_that_is_slow_is_not_lost(job: Job, monkeypatch: pyte
     assert not [event for event in job.ranks[0].seen if isinstance(event, Lost)]
 
 
+@pytest.mark.slow
 def test_a_relay_that_is_stopped_is_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped, go_on = job.a_relay(), threading.Event()
     held = stopped.client._relay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from thorough import parametrize
+from thorough import HOUSE, parametrize
 
 from .job import draw
 from .lanes import Result, campaign
@@ -42,6 +42,7 @@ def test_every_schedule_ends_in_time_with_one_answer_for_all(part: int) -> None:
     check(campaign((seed, "") for seed in range(part, SEEDS, PARTS)))
 
 
+@HOUSE
 def test_the_same_where_it_went_wrong_once_and_each_time_in_the_same_way() -> None:
     found = [(seed, only) for only, seeds in FOUND.items() for seed in seeds]
     results = list(campaign([*found, *found[:4]]))

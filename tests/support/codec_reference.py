@@ -13,6 +13,10 @@ from hetcoll.plan.simulator.network import network
 from hetcoll.plan.simulator.progress import run
 from hetcoll.types import DType, Format
 
+DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+FORMATS = (Format.BF16, Format.FP8, Format.INT8)
+KINDS = [(d, f) for d in DTYPES for f in FORMATS if f.factor(d.itemsize) < 1]
+
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = 32
 HIGHEST = {DType.FLOAT32: 127, DType.BFLOAT16: 127, DType.FLOAT16: 15}  # exponents: of the largest number,

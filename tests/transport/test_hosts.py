@@ -220,6 +220,7 @@ except hetcoll.HetcollError as error:
 """
 
 
+@pytest.mark.slow
 def test_when_rank_0s_host_vanishes_more_than_half_of_the_job_goes_on(hosts: list[str]) -> None:
     """And nobody else does: rank 0 cannot know which half it is."""
     alone, *outputs = outputs_after_a_cut(start_ranks([hosts[0], hosts[1], hosts[1]], GO_ON), hosts[0])

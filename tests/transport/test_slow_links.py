@@ -61,6 +61,7 @@ def add_up(comm: hetcoll.Communicator, count: int) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_stalled_link_is_waited_for(launch: Launch) -> None:
     """Whether the sender's or the receiver's end stalls, and whether the sender has gone on meanwhile."""
     small = {"HETCOLL_FAULT": f"stall=50000,hold={HOLD},rank=1"}  # then the whole message is in the link's buffers
