@@ -40,7 +40,7 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) $(LEAN) -r /dev/stdin
 
-.PHONY: help perf campaign simulation fuzz test tested test-all test-lanes test-calm jax vllm vendors launchers guest lint types format sanitize sanitizers site bench instructions wheels clean tools
+.PHONY: help perf campaign simulation fuzz fuzz-native fuzzers test tested test-all test-lanes test-calm jax vllm vendors launchers guest lint types format sanitize sanitizers site bench instructions wheels clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
@@ -49,6 +49,7 @@ help:
 	@echo "make campaign      random programs, attacked, against a model (SEEDS=\"...\": how many, or --seed N to play one again)"
 	@echo "make simulation    the control plane on a simulated system (SEEDS=\"...\": how many schedules, or --seed N to see one)"
 	@echo "make fuzz          every parser and listener under any bytes (FUZZ=\"--seconds 600\", or --strangers 1000000)"
+	@echo "make fuzz-native   of these what is native, by Clang's libFuzzer"
 	@echo "make test-all      the same with more cases (ALL=1; SLICE=2/4: a quarter of them) and what others make:"
 	@echo "                   make launchers jax guest"
 	@echo "make launchers     install Open MPI, MPICH, Intel MPI and PyTorch for the tests that run them"
@@ -99,9 +100,16 @@ simulation: $(TESTED)
 	PYTHONPATH=tests:tests/support $(BIN)/python -m simulation $(SEEDS)
 
 # Where new code is reached atheris goes on, which only this needs.
-fuzz: $(TESTED)
+fuzz: $(TESTED) $(VENV)/dev
 	$(PIP) atheris
 	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz $(FUZZ)
+
+# The native parsers alone, by Clang's libFuzzer. CI gives each some seconds.
+fuzz-native: fuzzers
+	PYTHONPATH=tests $(BIN)/python -m fuzz --native $(FUZZ)
+
+fuzzers: $(VENV)/dev
+	PYTHONPATH=tests $(BIN)/python -m fuzz --build
 
 test-all: launchers jax guest
 	+$(MAKE) test ALL=1

@@ -173,6 +173,9 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
         return true;
       }
       if (in.head.pieces > kMostPieces) throw Fault(FaultKind::kCorrupt, peer, "a request has too many pieces");
+      if (in.head.ask == Ask::kPull && device_ == nullptr) {
+        throw Fault(FaultKind::kCorrupt, peer, "it asks a device to read, and this rank has no device");
+      }
       in.runs.assign(in.head.pieces, {in.head.offset, in.head.nbytes});
       if (in.head.pieces > 1 || in.head.ask == Ask::kPull || in.head.ask == Ask::kFetch) {
         in.phase = Phase::kTable;
@@ -287,6 +290,7 @@ bool Windows::CollectStep(Links& links, int peer, bool& moved) {
     if (p.status > static_cast<std::uint32_t>(Refusal::kOutside)) {
       throw Fault(FaultKind::kCorrupt, peer, "an answer is none");
     }
+    CheckAsked(transfer);
     in.run = 0;
     if (p.status == 0 && transfer.window < 0 && !transfer.pieces.empty()) {
       in.phase = Phase::kRuns;

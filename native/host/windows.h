@@ -71,7 +71,7 @@ struct Transfer : Pending {
   std::int64_t window = -1;   // of what a device reads of the other rank's part of it
   bool asks = false;          // whether what it puts may be written, until that is answered
   bool exposes = false;       // of a get: where its pieces go may be written
-  std::uint64_t through = 0;  // requests' messages up to its last one
+  std::uint64_t through = 0;  // requests' messages up to its last one, or to that which asks; 0: not sent yet
 };
 
 // Of a put's source, or of what a get fills.
@@ -299,6 +299,7 @@ class Windows {
   void Admit(Links& links, int peer);
   bool Collect(Links& links, int peer);
   bool CollectStep(Links& links, int peer, bool& moved);
+  static void CheckAsked(const Transfer& transfer);
   // Of what a device copies.
   bool Copies() const { return device_ != nullptr && !device_->own.empty(); }
   Outlet& OutletOf(int peer, int channel) {

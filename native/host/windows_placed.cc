@@ -90,9 +90,11 @@ bool Windows::IsAllowed(Links& links, int peer, bool& moved) {
   if (p.allowed.status > static_cast<std::uint32_t>(Refusal::kOutside)) {
     throw Fault(FaultKind::kCorrupt, peer, "an answer is none");
   }
+  CheckAsked(*p.awaiting.front());
   Outbound& out = p.out[kRequests];
   out.held = false;
   p.awaiting.front()->asks = false;
+  p.awaiting.front()->through = 0;  // its pieces follow
   out.items.front().into = p.allowed.into;
   if (p.allowed.status == 0) return true;
   out.items.pop_front();  // its pieces

@@ -63,6 +63,7 @@ void Windows::Request(const std::shared_ptr<Transfer>& transfer, const Head& for
   item.exposes = fetch;
   item.holds = head.ask == Ask::kRead || transfer->asks;
   if (transfer->asks) {
+    item.transfer = transfer;
     Queue(peer, kRequests, std::move(item));
     item = {};
     item.parts.reserve(pieces.size());
@@ -78,6 +79,11 @@ void Windows::Request(const std::shared_ptr<Transfer>& transfer, const Head& for
     ++device_->gated;
   }
   Queue(peer, kRequests, std::move(item));
+}
+
+// Whoever is told that its call is over gives its memory back, so all of it must have been sent.
+void Windows::CheckAsked(const Transfer& transfer) {
+  if (transfer.through == 0) throw Fault(FaultKind::kCorrupt, transfer.peer, "an answer came before it was asked for");
 }
 
 void Windows::Queue(int peer, int channel, Item item) {

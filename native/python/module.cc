@@ -220,6 +220,8 @@ NB_MODULE(_native, m) {
           nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "local_rank"_a, "spin_seconds"_a, "oversubscribed"_a,
           "timeout"_a, "fault"_a = "", "integrity"_a = 0)
       .def("set_starts", &PyEngine::SetStarts, "starts"_a)
+      .def("sample_calls", &PyEngine::SampleCalls)
+      .def("take_due", &PyEngine::TakeDue, "collective"_a, "nbytes"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps)

@@ -123,6 +123,11 @@ void TablesOfMoves();
 void GatedTransfers();
 void FailingDevices();
 void LeavingWindows();
+void PulledWithoutADevice();  // strangers_test.cc
+void AnsweredBeforeItIsAsked();
+void AskedForWhatIsGone();
+void WordsThatChange();
+void TakenUpThoughNotLost();
 
 namespace {
 
@@ -225,6 +230,11 @@ constexpr Scenario kScenarios[] = {
     {"windows of devices: streams", GatedTransfers},
     {"windows of devices: failed", FailingDevices},
     {"windows: left", LeavingWindows},
+    {"strangers: pulled without a device", PulledWithoutADevice, kAlone},
+    {"strangers: answered before", AnsweredBeforeItIsAsked, kAlone},
+    {"strangers: asked again", AskedForWhatIsGone, kAlone},
+    {"strangers: words that change", WordsThatChange, kAlone},
+    {"strangers: taken up", TakenUpThoughNotLost},
 };
 
 }  // namespace

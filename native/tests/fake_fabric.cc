@@ -1,4 +1,5 @@
 // What fake RDMA devices do.
+#include <arpa/inet.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
@@ -130,6 +131,8 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   if (op.immediate && total > 0 && qp.nic->corrupt_after >= 0 && qp.nic->corrupt_after-- == 0) {
     bytes[total - 1 - std::min(total - 1, qp.nic->corrupt_byte)] ^= std::byte{1};
   }
+  std::uint32_t imm = ntohl(op.imm);
+  if (op.immediate && qp.nic->change) qp.nic->change(bytes, imm);
   if (qp.nic->corrupt && total > sizeof(std::uint64_t) * 8) bytes[total - 1] ^= std::byte{1};
   const auto device = device_memory_.upper_bound(at);
   if (device != device_memory_.begin() && at < std::prev(device)->second) {
@@ -145,7 +148,7 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   ibv::Wc wc{};
   wc.opcode = ibv::kWcRecvRdmaWithImm;
   wc.byte_len = static_cast<std::uint32_t>(total);
-  wc.imm_data = op.imm;
+  wc.imm_data = htonl(imm);
   wc.wc_flags = ibv::kWcWithImm;
   Push(to, Of(to.recv_cq), 0, ibv::WcStatus::kSuccess, wc);
   return ibv::WcStatus::kSuccess;

@@ -8,11 +8,13 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -51,7 +53,9 @@ struct FakeNic : ibv::Context {
   std::size_t corrupt_byte = 0;                    // which, from the end; a shorter frame's first
   std::int64_t fail_after = -1;                    // requests until one fails
   bool fail_delivered = false;                     // though it was delivered
-  std::int64_t skip_after = -1;                    // requests until one is not delivered, and said to be
+  // What it sends changes on the way: the bytes, and the immediate word.
+  std::function<void(std::span<std::byte>, std::uint32_t&)> change;
+  std::int64_t skip_after = -1;  // requests until one is not delivered, and said to be
   ibv::WcStatus fail_status = ibv::WcStatus::kRetryExcErr;
   std::int64_t refuse_after = -1;                // requests until post_send refuses
   std::size_t largest_packet = ~std::size_t{0};  // bytes of payload that the network takes from it

@@ -43,8 +43,7 @@ inline std::atomic<long> failed{0};
 
 class Draft {
  public:
-  Draft(int size, int rank, std::uint32_t send_units, std::uint32_t recv_units, std::uint16_t collective = 0)
-      : size_(size), rank_(rank) {
+  Draft(int, int rank, std::uint32_t send_units, std::uint32_t recv_units, std::uint16_t collective = 0) : rank_(rank) {
     head_.magic = kPlanMagic;
     head_.collective = collective;
     head_.send_units = send_units;
@@ -80,7 +79,6 @@ class Draft {
  private:
   int Add(Op op, int lane, SpanRecord src, SpanRecord dst, int peer, int channel, std::initializer_list<int> after);
 
-  int size_;
   int rank_;
   bool compress_ = false;
   PlanHeader head_{};

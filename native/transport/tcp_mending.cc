@@ -197,15 +197,16 @@ bool Sockets::Resume(std::uint32_t stripe, std::uint32_t number, int socket, con
   if (number != s.tries || s.fd >= 0 || s.told != Came{s.received, s.asks_at, s.asks}) return false;
   std::shared_ptr<Tls> tls = Tls::Claim(socket);
   CheckSent(s, socket, came);
-  s.fd = socket;
-  s.tls = std::move(tls);
-  s.given_up.clear();
-  Ready(socket);
   if (checks()) {
     s.sent.Drop(came.total);
   } else {
     s.sent.Forget(came.total);
   }
+  CheckSent(s, socket, came);  // what was dropped is no correct peer's to ask for
+  s.fd = socket;
+  s.tls = std::move(tls);
+  s.given_up.clear();
+  Ready(socket);
   s.behind = s.sent.total() - came.total;
   s.owes_at = came.spoiled_at;
   s.owes = came.spoiled;
@@ -223,8 +224,9 @@ bool Sockets::Resume(std::uint32_t stripe, std::uint32_t number, int socket, con
 
 // Throws where the peer lacks what is not kept.
 void Sockets::CheckSent(const Stripe& s, int socket, const Came& came) const {
-  const bool whole = came.spoiled == 0 || s.sent.Holds(came.spoiled_at, came.spoiled_at + came.spoiled);
-  if (whole && s.sent.Holds(came.total, s.sent.total())) return;
+  const bool whole = came.spoiled == 0 ||
+                     (came.spoiled_at >= s.theirs && s.sent.Holds(came.spoiled_at, came.spoiled_at + came.spoiled));
+  if (whole && came.total >= s.theirs && s.sent.Holds(came.total, s.sent.total())) return;
   CloseHard(socket);
   const std::string peer = "rank " + std::to_string(first_.peer);
   if (!whole) {
@@ -237,6 +239,11 @@ void Sockets::CheckSent(const Stripe& s, int socket, const Came& came) const {
               "TCP: " + peer + " has " + std::to_string(came.total) + " bytes of a stream of which bytes " +
                   std::to_string(s.sent.base()) + " to " + std::to_string(s.sent.total()) +
                   " can be sent again: something between the two hosts acknowledged what it did not deliver");
+}
+
+void Sockets::FailUnsent() const {
+  throw Fault(FaultKind::kCorrupt, first_.peer,
+              "TCP: rank " + std::to_string(first_.peer) + " says that bytes came right that were not sent");
 }
 
 // Reads the byte with which the peer takes a new socket over, if it has to; false where it will not come.

@@ -85,7 +85,8 @@ class Sockets {
   std::uint64_t right(std::uint32_t stripe) const { return stripes_[stripe].right; }
   void NoteTheirs(std::uint32_t stripe, std::uint64_t right) {
     Stripe& s = stripes_[stripe];
-    s.theirs = std::min(std::max(s.theirs, right), s.sent.total());
+    if (right > s.sent.total() - s.behind || (s.owes > 0 && right > s.owes_at)) FailUnsent();
+    s.theirs = std::max(s.theirs, right);
   }
 
   void Count(Holdings& held) const;
@@ -168,6 +169,7 @@ class Sockets {
   void ArmReset(Stripe& s);
   void Spend(Stripe& s, std::uint64_t nbytes);
   [[noreturn]] void Fail(const char* what) const;
+  [[noreturn]] void FailUnsent() const;
 
   std::vector<Stripe> stripes_;
   SocketId first_;

@@ -50,7 +50,7 @@ def test_every_variable_is_read() -> None:
         debug="info", algo="ring", transport="tcp", socket_ifname=InterfaceFilter(("docker",), exclude=True),
         socket_stripes=4, timeout=1.5, init_timeout=7.0, linger=0.0, secret=b"s",
         islands=((0, 1, 2, 3), (7, 4, 5, 6)), fault="drop=1", shm_bytes=4 << 20, shm_stores="streaming", host_id="a",
-        isa="avx2", check=True, spin_us=0, device=DeviceChoice("hip", 2), cross="staged",
+        isa="avx2", check="1", spin_us=0, device=DeviceChoice("hip", 2), cross="staged",
         master=("::1", 4000), integrity="all",
         warn_after=0.0, sigusr2=True, objects=False, nvtx=True,
         ib_hca=DeviceFilter((("mlx5_0", 2), ("rxe0", None)), exclude=True, exact=True), ib_gid_index=3, ib_timeout=20,

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Case, make_values, pairwise, reduced
 
 from hetcoll.calls import Call
+from hetcoll.calls.buffers import element_type
 from hetcoll.runtime.checksums import Fold, foldable, room
 from hetcoll.types import COMPLEX, FLOATS, REDUCTIONS, Collective, DType, Format, ReduceOp
 
@@ -52,6 +53,7 @@ def find(inputs: Sequence[Array], result: Array, dtype: DType, op: ReduceOp, par
     return fold.differs([json.loads(each) for each in told], result)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(FOLDABLE),
     st.integers(0, 300),
@@ -69,6 +71,7 @@ def test_right_results(
     assert find(inputs, reduce_one_by_one(order, *kind), *kind, parts) == ""
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([kind for kind in FOLDABLE if kind[0].itemsize > 1 or kind[0] not in FLOATS]),
     st.integers(1, 16),
@@ -113,6 +116,14 @@ def test_what_overflows_is_right_and_what_does_not_is_not(dtype: DType) -> None:
     for each in large:
         each[3] = 1
     assert "sum of every 5th element from 3 on is" in find(large, result, dtype, ReduceOp.SUM)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.COMPLEX128])
+def test_right_sums_whose_folds_overflow_are_right(dtype: DType) -> None:
+    large = [np.full(200, at, element_type(dtype.label)) for at in (5e307, -4e307)]
+    result = reduce_one_by_one(large, dtype, ReduceOp.SUM)
+    assert np.isfinite(result).all()
+    assert find(large, result, dtype, ReduceOp.SUM) == ""
 
 
 def test_what_has_no_checksum() -> None:

@@ -287,7 +287,7 @@ SETTINGS = {
     "HETCOLL_SHM_BYTES": ("4096", "8192"),
     "HETCOLL_SOCKET_STRIPES": ("1", "2"),
     "HETCOLL_PINNED_BYTES": ("1G", "2G"),
-    "HETCOLL_CHECK": ("0", "1"),
+    "HETCOLL_CHECK": ("0", "sampled"),
     "HETCOLL_OBJECTS": ("0", "1"),
 }
 

@@ -55,7 +55,7 @@ class ShmRecv final : public RecvEnd {
     if (taken_ < size_) return;
     const ShmLine& line = edge_.line(seen_);
     if (!claimed_ && Claimable()) Claim();
-    if (place_ >= ShmPlace::kReturned) GiveBack(line.where);
+    if (place_ >= ShmPlace::kReturned) GiveBack(line.where.kept != 0);
     opened_ = false;
     edge_.credit->lines.store(++seen_, std::memory_order_release);
     recycled_.midway = more_;
@@ -112,9 +112,10 @@ class ShmRecv final : public RecvEnd {
       case ShmPlace::kReturned:
         if (!inside(edge_.capacity) || where.channel < 0 || where.channel >= kChannels) break;
         data_ = own_rings_[static_cast<std::size_t>(where.channel)] + where.offset;
+        where_ = where;
         return;
       case ShmPlace::kLent:
-        if (!FindLent(line)) break;
+        if (!FindLent(line, where)) break;
         return;
       case ShmPlace::kPrivate:
         if (edge_.credit->reads.load(std::memory_order_relaxed) != 1) break;
@@ -123,6 +124,7 @@ class ShmRecv final : public RecvEnd {
       case ShmPlace::kRecycledSlot:
         if (where.offset >= 2 * kRecycled || size_ > recycled_bytes_) break;
         data_ = recycled_.slot(where.offset);
+        where_ = where;
         return;
     }
     throw Corrupt("a fragment lies nowhere");
@@ -144,14 +146,14 @@ class ShmRecv final : public RecvEnd {
   }
 
   // Not inlined, like others below: they are for long messages, and short ones should not pay for them.
-  [[gnu::noinline]] bool FindLent(ShmLine& line) {
-    const ShmLine::Where& where = line.where;
+  [[gnu::noinline]] bool FindLent(ShmLine& line, const ShmLine::Where& where) {
     const ShmLayout& layout = segment_.layout();
     lender_ = layout.HeapOwner(where.offset);
     const bool by_line = where.fragment < layout.HeapOffset(0) && where.fragment % sizeof(ShmLine) == 0;
     if (lender_ < 0 || size_ > layout.total_bytes - where.offset || !by_line) return false;
     data_ = base_ + where.offset;
-    if (where.gives) borrowed_.Show(data_, size_, line);
+    if (where.gives != 0) borrowed_.Show(data_, size_, line);
+    where_ = where;
     return true;
   }
 
@@ -162,12 +164,13 @@ class ShmRecv final : public RecvEnd {
   }
 
   // What was read goes back to whose it is: by us, or by whoever it was sent or lent on to.
-  [[gnu::noinline]] void GiveBack(const ShmLine::Where& where) {
+  [[gnu::noinline]] void GiveBack(bool kept) {
+    const ShmLine::Where& where = where_;
     if (place_ == ShmPlace::kReturned) {
       neighbour_->home[static_cast<std::size_t>(where.channel)][where.fragment % kLines] = where.fragment + 1;
-    } else if (place_ == ShmPlace::kLent && where.fragment != 0 && !where.kept) {
+    } else if (place_ == ShmPlace::kLent && where.fragment != 0 && !kept) {
       auto* line = reinterpret_cast<ShmLine*>(base_ + where.fragment);
-      std::atomic_ref(line->where.home).store(true, std::memory_order_release);
+      std::atomic_ref(line->where.home).store(1, std::memory_order_release);
       borrowed_.returned.push_back(lender_);
     } else if (place_ == ShmPlace::kRecycledSlot && !recycled_.Give(where.offset)) {
       throw Corrupt("a slot came twice");
@@ -209,7 +212,7 @@ class ShmRecv final : public RecvEnd {
   }
 
   // See StorePolicy.
-  bool Claimable() const { return policy_.claims() && place_ == ShmPlace::kSlot && !edge_.line(seen_).where.kept; }
+  bool Claimable() const { return policy_.claims() && place_ == ShmPlace::kSlot && edge_.line(seen_).where.kept == 0; }
   void Claim() {
     for (std::size_t i = 0; i < size_; i += kLineBytes) std::memset(data_ + i, 0, sizeof(std::uint64_t));
   }
@@ -239,6 +242,7 @@ class ShmRecv final : public RecvEnd {
   ShmPlace place_ = ShmPlace::kLine;
   std::byte* data_ = nullptr;
   std::uint64_t address_ = 0;
+  ShmLine::Where where_{};  // of what goes back, as it was checked: the line may say otherwise since
   std::size_t size_ = 0;
   std::size_t taken_ = 0;
   bool claimed_ = false;

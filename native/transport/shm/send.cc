@@ -83,15 +83,15 @@ class ShmSend final : public SendEnd {
     if (lent_on_) {
       ShmLine::Where& lent = borrowed_.line->where;
       const auto line = static_cast<std::uint64_t>(reinterpret_cast<std::byte*>(borrowed_.line) - base_);
-      where = {.offset = lent.offset, .fragment = lent.fragment != 0 ? lent.fragment : line, .gives = true};
+      where = {.offset = lent.offset, .fragment = lent.fragment != 0 ? lent.fragment : line, .gives = 1};
       place = ShmPlace::kLent;
-      lent.kept = true;
+      lent.kept = 1;
       lent_on_ = false;
     } else if (returned_ >= 0) {
       const Neighbour::Open& open = neighbour_->open[static_cast<std::size_t>(returned_)];
       where = {open.line->where.offset, open.fragment, static_cast<std::int8_t>(returned_)};
       place = ShmPlace::kReturned;
-      open.line->where.kept = true;
+      open.line->where.kept = 1;
       returned_ = -1;
     } else {
       TakeRing(m, n);
@@ -150,7 +150,7 @@ class ShmSend final : public SendEnd {
     const auto address = reinterpret_cast<std::uintptr_t>(data);
     Line().where = {.offset = on_heap_ ? static_cast<std::uint64_t>(data - base_) : address,
                     .channel = -1,
-                    .gives = m.gives,
+                    .gives = static_cast<std::uint8_t>(m.gives),
                     .band = static_cast<std::int8_t>(Band(m))};
     Publish(on_heap_ ? ShmPlace::kLent : ShmPlace::kPrivate, m, n, n);
     return static_cast<std::ptrdiff_t>(n);
@@ -235,7 +235,7 @@ class ShmSend final : public SendEnd {
     const std::uint64_t consumed = edge_.credit->lines.load(std::memory_order_acquire);
     for (; reclaimed_ < std::min(consumed, sent_); ++reclaimed_) {
       const ShmLine& line = edge_.line(reclaimed_);
-      const bool back = static_cast<ShmPlace>(line.place) == ShmPlace::kSlot && line.where.kept;
+      const bool back = static_cast<ShmPlace>(line.place) == ShmPlace::kSlot && line.where.kept != 0;
       if (back && neighbour_->home[static_cast<std::size_t>(channel_)][reclaimed_ % kLines] != reclaimed_ + 1) break;
       const Sent& sent = record_[reclaimed_ % kLines];
       if (sent.lent > 0 && Away(reclaimed_)) break;
@@ -247,8 +247,8 @@ class ShmSend final : public SendEnd {
   // Whether memory of ours was lent on and is not home.
   bool Away(std::uint64_t fragment) const {
     ShmLine& line = edge_.line(fragment);
-    return static_cast<ShmPlace>(line.place) == ShmPlace::kLent && line.where.kept &&
-           !std::atomic_ref(line.where.home).load(std::memory_order_acquire);
+    return static_cast<ShmPlace>(line.place) == ShmPlace::kLent && line.where.kept != 0 &&
+           std::atomic_ref(line.where.home).load(std::memory_order_acquire) == 0;
   }
 
   void Publish(ShmPlace place, const Message& m, std::size_t n, std::size_t lent = 0) {

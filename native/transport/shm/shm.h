@@ -43,12 +43,13 @@ enum class ShmPlace : std::uint8_t { kLine, kSlot, kReturned, kLent, kPrivate, k
 
 struct alignas(64) ShmLine {
   struct Where {
-    std::uint64_t offset;         // as in the table
-    std::uint64_t fragment = 0;   // as in the table; kLent: where in the segment that line is, or 0: this one
-    std::int8_t channel = -1;     // kReturned: of its way out; kSlot: on which it may come back, or -1
-    bool kept = false;            // written by the receiver: it comes back, or was lent on
-    bool gives = false;           // kLent: its owner does not read it again
-    bool home = false;            // kLent, kept: written by whoever was the last to read it
+    std::uint64_t offset;        // as in the table
+    std::uint64_t fragment = 0;  // as in the table; kLent: where in the segment that line is, or 0: this one
+    std::int8_t channel = -1;    // kReturned: of its way out; kSlot: on which it may come back, or -1
+    // Truths. Another process may write any byte, so they are none of the language's.
+    std::uint8_t kept = 0;        // written by the receiver: it comes back, or was lent on
+    std::uint8_t gives = 0;       // kLent: its owner does not read it again
+    std::uint8_t home = 0;        // kLent, kept: written by whoever was the last to read it
     std::int8_t band = -1;        // of a message that is timed (ProtocolChoice), or -1
     std::uint32_t copied_ns = 0;  // and what it took to copy this into a slot; 0 where it was not timed
   };

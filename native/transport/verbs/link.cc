@@ -127,7 +127,12 @@ void VerbsLink::OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, con
     std::memcpy(&clear_to_send, payload, sizeof clear_to_send);
     outbox_.Invited(clear_to_send);
   }
-  if ((frame.flags & kFrameProved) != 0) TakeUp(rail);
+  if ((frame.flags & kFrameProved) != 0) {
+    if (leads() || recoveries_[static_cast<std::size_t>(rail.number())].made.rail.get() != &rail) {
+      throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: a rail was taken up that was not lost");
+    }
+    TakeUp(rail);
+  }
   rail.Release(index, false);
 }
 

@@ -50,6 +50,7 @@ log = logging.getLogger("hetcoll")
 
 Transport = Literal["auto", "shm", "tcp", "verbs"]
 Cross = Literal["auto", "direct", "mapped", "staged"]
+Check = Literal["0", "sampled", "1"]
 Debug = Literal["none", "warn", "info", "debug", "trace"]
 FORMATS = tuple(found.label for found in Format)
 REPLACEABLE = ("nccl", "gloo")  # backends of torch.distributed
@@ -100,7 +101,7 @@ class Config:
     shm_read: str = "auto"
     host_id: str | None = None
     isa: str | None = None
-    check: bool = False
+    check: Check = "0"
     digest: str | None = None
     integrity: str = "sampled"
     tls: bool = False
@@ -179,7 +180,7 @@ def read_config(environ: Environ) -> Config:
         shm_read=read(environ, "HETCOLL_SHM_READ", "auto, always or never", choice(*SHM_READ), "auto"),
         host_id=word("HETCOLL_HOST_ID", "a host's name"),
         isa=word("HETCOLL_ISA", "an instruction set"),
-        check=read(environ, "HETCOLL_CHECK", "0 or 1", flag, False),
+        check=read(environ, "HETCOLL_CHECK", "0, sampled or 1", _check, "0"),
         digest=word("HETCOLL_DIGEST", "a directory"),
         integrity=read(environ, "HETCOLL_INTEGRITY", "off, sampled or all", choice(*INTEGRITY), "sampled"),
         tls=_tls(environ),
@@ -200,6 +201,12 @@ def read_config(environ: Environ) -> Config:
         nvtx=_nvtx(environ),
         tuned=word("HETCOLL_TUNED", "a file, or none"),
     )
+
+
+def _check(text: str) -> Check:
+    if text.lower() == "sampled":
+        return "sampled"
+    return "1" if flag(text) else "0"
 
 
 def _nvtx(environ: Environ) -> bool:

@@ -76,7 +76,8 @@ class Fold:
             wide = wide.astype(np.float64)
             sizes = np.abs(wide)
             most = [float(sizes.max(initial=0.0))]
-            return [*(_lanes(np.add, each, self._lanes).tolist() for each in (wide, sizes)), most]
+            with np.errstate(over="ignore", invalid="ignore"):
+                return [*(_lanes(np.add, each, self._lanes).tolist() for each in (wide, sizes)), most]
         if self._op in LOGICAL:
             values = values != 0
         elif self._floats is not None:
@@ -88,9 +89,11 @@ class Fold:
         lanes = self.of(result)[0]
         if self.rounds:
             got = np.array(lanes)
-            wanted, sizes = (np.sum([fold[i] for fold in folds], axis=0) for i in (0, 1))
             by = self._size if self._op is ReduceOp.AVG else 1
-            wrong = ~(np.abs(got - wanted / by) <= self._bound(sizes / by, result.size))
+            with np.errstate(over="ignore", invalid="ignore"):
+                wanted, sizes = (np.sum([fold[i] for fold in folds], axis=0) for i in (0, 1))
+                wrong = ~(np.abs(got - wanted / by) <= self._bound(sizes / by, result.size))
+            wrong &= np.isfinite(sizes)  # else nothing is known of the fold
             if sum(fold[2][0] for fold in folds) > self.most:  # some element may have overflowed
                 wrong &= np.isfinite(got) & (self._floats is not None)
             return self._spell(wrong, wanted / by, got)

@@ -135,7 +135,7 @@ class Core:
 
             self.ranges = ranges.find()
         self.inspection: Inspection | None = None
-        if config.digest or config.check:  # few jobs need them, and imports count
+        if config.digest or config.check != "0":  # few jobs need them, and imports count
             from .inspection import Inspection
 
             self.inspection = Inspection(self)
@@ -219,7 +219,7 @@ class Core:
         groups: the slow path tells what is no message."""
         executor, owner = self.gpus.executor or self.host, self._owner()
         assert owner is not None, "it is in a call"
-        refuses = bool(self.batches or self.host.closed or self.inspection)
+        refuses = bool(self.batches or self.host.closed or (self.inspection and self.inspection.of_all))
         fast_path = executor.fast_path if self.ranges is None else self.ranges.tracing(executor.fast_path)
         owner._call = refuse if refuses else fast_path
         self.engine.set_starts(not refuses and self.ranges is None)

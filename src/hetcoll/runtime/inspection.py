@@ -1,5 +1,8 @@
 """HETCOLL_CHECK and HETCOLL_DIGEST: calls whose data is looked at, before them and when they are over.
 
+With HETCOLL_CHECK=sampled these are reductions of host memory, now and then: the engine says which
+(``PyEngine::IsDue``), and has all others on the fast path.
+
 Collectives are `crosscheck`'s. Before each message goes what its sender has to say of it, in the same order: a hash of
 the bytes, and what in them is not finite. Its receiver compares when the message is there. The message comes also where
 it is not finite, since its receiver may be at work on it already; then it is an error on both sides.
@@ -31,6 +34,7 @@ from ..health.diagnosis import Kind
 from ..health.status_report import call_site
 from ..work import DONE, Work
 from .checked import Checked
+from .checksums import foldable
 from .crosscheck import CrossCheck, Told, find_odd, hash_of, row_of, said
 from .digest import Digest
 from .executor import ROW_BYTES, Row
@@ -76,7 +80,14 @@ class Inspection:
         config = core.config
         self._core = core
         self._digest = Digest(config.digest, core.session.rank, core.rank) if config.digest else None
-        self._check = CrossCheck(core.rank, core.size, self._start, core.diagnosis) if config.check else None
+        self._check = self._sampled = None  # of every call, or of some
+        if config.check == "1":
+            self._check = CrossCheck(core.rank, core.size, self._start, core.diagnosis)
+        elif config.check == "sampled":
+            self._sampled = CrossCheck(core.rank, core.size, self._start, core.diagnosis, forgives=True)
+            core.engine.sample_calls()
+        self.of_all = self._digest is not None or self._check is not None
+        """Whether it looks at every call."""
         self._open: list[Checked] = []
         self._copies: list[Checked] = []  # of calls on GPUs that blocked: nobody need wait for them
         self._lock = threading.Lock()
@@ -89,8 +100,9 @@ class Inspection:
 
     def collective(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """As `Core.start`, with looks before and after."""
-        core, check, digest, buffer = self._core, self._check, self._digest, call.send or call.recv
-        if check is None and async_op:
+        core, digest, buffer = self._core, self._digest, call.send or call.recv
+        check = self._check or self._take_sample(call)
+        if check is None and (async_op or digest is None):
             return core.start(call, async_op, seconds, stream)
         if self._captured(buffer, stream):
             return self._capture(call, async_op, seconds, stream)
@@ -112,6 +124,14 @@ class Inspection:
         if digest is not None:
             digest.after(seen, converts)
         return work
+
+    def _take_sample(self, call: Call) -> CrossCheck | None:
+        """What checks a call where some are checked and it is one of them, which all ranks know by themselves."""
+        send = call.send
+        if self._sampled is None or send is None or send.device != "cpu":
+            return None
+        due = self._core.engine.take_due(call.collective, send.nbytes) and self._core.gpus.executor is None
+        return self._sampled if due and foldable(call) else None
 
     def _capture(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """A graph captures it: what checks it is captured with it, and looks at each replay on the GPUs."""

@@ -123,8 +123,8 @@ def configure(config: Config, members: Sequence[int], compress: Format | None, c
     """The settings of a communicator of these ranks of another one, which has `config`; without `check`, one that
     carries what the other one checks."""
     compress = config.compress if compress is None else compress
-    check = check and config.check
-    return replace(config, islands=restrict(config.islands, members), compress=compress, check=check)
+    checked = config.check if check else "0"
+    return replace(config, islands=restrict(config.islands, members), compress=compress, check=checked)
 
 
 def shrink(core: Core, timeout: float | None, make: Make[C]) -> C:

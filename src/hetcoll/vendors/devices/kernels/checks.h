@@ -35,7 +35,8 @@ HETCOLL_DEVICE void CompareLane(const Comparison& a, unsigned lane, Problem& fou
   if constexpr (How::kRounds) {
     wanted /= a.divisor;
     const double off = got - wanted;
-    wrong = !((off < 0 ? -off : off) <= size / a.divisor * a.slope + a.floor);
+    // Where even the fold of the magnitudes overflows nothing is known of the sum.
+    wrong = IsFinite(size) && !((off < 0 ? -off : off) <= size / a.divisor * a.slope + a.floor);
     if (most > a.most) wrong = wrong && !a.whole && IsFinite(got);  // some element may be too large for its type
   } else {
     wrong = got != wanted;
