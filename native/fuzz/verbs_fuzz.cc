@@ -98,7 +98,7 @@ class Play {
     wire_ = std::make_unique<Wire>(from, to);
     const bool early = script_.Flip();  // the handshake is changed, too
     ours_.emplace(fabric_, 0, integrity, ours, memory_.get(), kMemory);
-    theirs_.emplace(fabric_, 1, integrity, theirs, memory_.get() + kMemory, kMemory);
+    theirs_.emplace(fabric_, 1, integrity, theirs, memory_.get() + kMemory, 2 * kMemory);
     ours_->lengths = theirs_->lengths = script_.Take<std::uint64_t>() & 0xffffffffffff;
     std::memset(memory_.get() + kMemory, 7, kMemory);
     for (int i = 0; i < 12 && !early; ++i) Honest();
@@ -149,8 +149,7 @@ class Play {
         ours_->Push(memory_.get());
         break;
       case 3:
-        theirs_->Pull(memory_.get() + kMemory, false, false);
-        std::memset(memory_.get() + kMemory, 7, kMemory);
+        theirs_->Pull(memory_.get() + 2 * kMemory, false, false);  // the other is lent
         break;
       case 4:
         wire_->Forward(1 + script_.Below(9000), [&](auto bytes) { changed_ |= script_.Edit(bytes); });
@@ -219,7 +218,7 @@ class Play {
   Script script_;
   bool seals_ = false;
   Fabric fabric_;
-  std::unique_ptr<std::byte[]> memory_ = std::make_unique<std::byte[]>(2 * kMemory);
+  std::unique_ptr<std::byte[]> memory_ = std::make_unique<std::byte[]>(3 * kMemory);
   std::unique_ptr<Wire> wire_;
   std::optional<Rank> ours_, theirs_;
   std::size_t left_ = 0;
