@@ -34,6 +34,7 @@ from hetcoll.vendors.devices.kernels.table import (
     MESSAGE_STATE,
     MESSAGE_THREADS,
     MESSAGE_WORDS,
+    RING_SLOTS,
     Messages,
 )
 
@@ -374,7 +375,7 @@ def check_message_numbers(machine: Machine) -> None:
     for _ in range(20):
         rings.cross(8, 3000)
         rings.cross(MESSAGE_WORDS + 5, 4)
-    slot = machine.read(rings.rings[0], 8 * 4096).view(np.uint32)[1::2].reshape(8, 512)
+    slot = machine.read(rings.rings[0], RING_SLOTS * 4096).view(np.uint32)[1::2].reshape(RING_SLOTS, 512)
     assert (slot[:, 1:] < 20).all(), "words of old numbers are left"
 
 
@@ -412,7 +413,7 @@ def check_aborts(machine: Machine) -> None:
         rings = MessageRings(machine)
         check_abort(machine, rings.launch(0, [], [(rings.buffers[0][0], nbytes)]), rings.abort)
         rings = MessageRings(machine)
-        for _ in range(8):  # as many as there are slots
+        for _ in range(RING_SLOTS):
             machine.run([rings.launch(0, [(rings.buffers[0][0], nbytes)], [])])
         check_abort(machine, rings.launch(0, [(rings.buffers[0][0], nbytes)], []), rings.abort)
     counter, base, abort = integers(machine, 0, 0, 0)

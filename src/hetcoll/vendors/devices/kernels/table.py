@@ -17,10 +17,10 @@ log = logging.getLogger("hetcoll")
 ONESHOT_RANKS, AWAITED = 16, 32  # kOneshotRanks of arguments.h, kAwaited of waits.h
 FOLD_LANES, FOLD_THREADS, RECORD_WORDS, MOVED = 16, 256, 36, 255  # kFoldLanes, kFoldThreads; of a Record; kMoved
 MESSAGES, MESSAGE_BLOCKS, MESSAGE_THREADS = 2 * (ONESHOT_RANKS - 1), 64, 256  # kMessages, kMessageBlocks
-_WORD_SLOT, _PACK_SLOT, _RING_SLOTS = 4096, 8192, 4  # of messages.h
+_WORD_SLOT, _PACK_SLOT, RING_SLOTS = 4096, 8192, 4  # of messages.h
 MESSAGE_WORDS = MESSAGE_BLOCKS * _WORD_SLOT // 2  # bytes of a message up to which it is words
-MESSAGE_MOST = MESSAGE_BLOCKS * _RING_SLOTS * _PACK_SLOT  # bytes of the largest one, which fills a ring
-MESSAGE_COUNTERS = MESSAGE_BLOCKS * _RING_SLOTS * (_WORD_SLOT + _PACK_SLOT)  # bytes of a ring in front of its counters
+MESSAGE_MOST = MESSAGE_BLOCKS * RING_SLOTS * _PACK_SLOT  # bytes of the largest one, which fills a ring
+MESSAGE_COUNTERS = MESSAGE_BLOCKS * RING_SLOTS * (_WORD_SLOT + _PACK_SLOT)  # bytes of a ring in front of its counters
 MESSAGE_RING = MESSAGE_COUNTERS + 4 * MESSAGE_BLOCKS * 64
 MESSAGE_STATE = 2 * MESSAGE_BLOCKS * 16  # bytes, of an end of a ring
 _LEAST_CHUNK = 4096  # bytes of packs at a time; of more packs a block takes as many as there are slots
@@ -298,7 +298,7 @@ class KernelTable:
         words = nbytes <= MESSAGE_WORDS
         chunk = _WORD_SLOT // 2
         if not words:
-            share = -(-nbytes // (MESSAGE_BLOCKS * _RING_SLOTS))
+            share = -(-nbytes // (MESSAGE_BLOCKS * RING_SLOTS))
             chunk = max(_LEAST_CHUNK, -(-share // _PACK) * _PACK)
         blocks = min(MESSAGE_BLOCKS, -(-nbytes // chunk))
         return Message(0, nbytes, ring, state, first, blocks, chunk, sends, words, peer)
