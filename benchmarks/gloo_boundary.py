@@ -221,7 +221,7 @@ class Boundary:
         self.other = (rank + self.half) % size
         self.lanes: dict[LaneName, Lane] = {}
         nobody = SimpleNamespace(answers={}, leave_answers=lambda *_: None)  # asks: no receive is from any source
-        self._core = SimpleNamespace(diagnosis=nobody)
+        self._core = SimpleNamespace(diagnosis=SimpleNamespace(questions=nobody))
 
     def _cross(self, out: Tensor, into: Tensor) -> None:
         """`out` to the other island's rank of this place, `into` from there."""

@@ -67,7 +67,7 @@ class Comm:
 
     def __init__(self, notes: Notes, here: list[Stream]) -> None:
         self.notes, self.here = notes, here
-        self._core = SimpleNamespace(diagnosis=SimpleNamespace(answers={}))  # no rank asks
+        self._core = SimpleNamespace(diagnosis=SimpleNamespace(questions=SimpleNamespace(answers={})))  # no rank asks
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:

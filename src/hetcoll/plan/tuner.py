@@ -287,7 +287,8 @@ class _Place:
         mean = max(cost.mean, 1 / crowding) if link is machine.loopback else 1.0  # all that it takes is work of cores
         # The ranks of a core run one after another, and not always the one that could go on.
         hops = 1.5 * (cost.hops - 1) / crowding + 1 if cost.turns else cost.hops
-        fixed = hops * latency + self._messages(cost, mean, link) * overhead
+        ends = 2 * cost.hops if link is machine.tcp else 0  # both ends of a hop work over TCP, one after the other
+        fixed = hops * latency + max(cost.messages * crowding * mean, ends) * overhead
         copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
         if cost.copied > 0:
             copied += cost.copied - (cost.sent if link is machine.shm and not self.claims else 0)
@@ -302,12 +303,6 @@ class _Place:
             work *= machine.stall
         senders = self.next_senders if near else self.senders
         return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * senders)
-
-    def _messages(self, cost: Cost, mean: float, link: Link) -> float:
-        """How many messages' work is waited for, one after another: the busiest core's, or over TCP those at both ends
-        of each hop."""
-        most = cost.messages * self.crowding * mean
-        return max(most, 2 * cost.hops) if link is self.machine.tcp else most
 
     def incast(self, cost: Cost) -> float:
         """How much longer bytes take where several send to one host at a time, or several GPUs to one."""
@@ -324,7 +319,8 @@ class _Place:
         machine, crowding = self.machine, self.crowding
         fixed = inside.hops * near.latency + between.hops * far.latency
         fixed += (inside.hops + between.hops) * machine.switch * (crowding - 1)
-        fixed += self._messages(inside, 1.0, near) * near.overhead + self._messages(between, 1.0, far) * far.overhead
+        ends = 2 * between.hops if far is machine.tcp else 0
+        fixed += inside.messages * crowding * near.overhead + max(between.messages * crowding, ends) * far.overhead
         slope = (inside.sent + inside.received - inside.reduced) / near.bandwidth * crowding
         slope += max(between.sent, between.received) / far.bandwidth * self.incast(between)
         return fixed, slope + (inside.reduced + between.reduced) / machine.reduce * crowding
