@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from mutants import edited, field_mutants, passes, structural_mutants
@@ -13,7 +13,7 @@ from mutants import edited, field_mutants, passes, structural_mutants
 from hetcoll.plan.algorithms import Algorithm, Hosts, find
 from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.islands import ISLANDS
-from hetcoll.plan.ir import Plan
+from hetcoll.plan.ir import Plan, Step
 from hetcoll.plan.simulator import PlanError, Report, check, prove
 from hetcoll.plan.symmetry import Symmetry, everyone, symmetry_of
 from hetcoll.types import Collective
@@ -163,3 +163,9 @@ def test_plans_that_turn_are_proved_in_the_memory_of_a_few() -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 << 20  # of 110 MB where each rank stands for itself
     finally:
         tracemalloc.stop()
+
+
+def test_all_that_a_step_has_is_compared() -> None:
+    """`symmetry.Stand` names what it compares: a new field of a step belongs there, too."""
+    compared = {"op", "lane", "channel", "deps", "compressed", "src", "dst", "peer", "local"}
+    assert {field.name for field in fields(Step)} == compared
