@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +91,19 @@ def between(job: Job, calls: int = 30, each: int = 10) -> Times:
 @contextmanager
 def _wire(job: Job) -> Iterator[socket.socket | None]:
     """To the neighbour; None where there is none."""
-    comm, place = _comm(job), f"10.78.0.{_comm(job).rank // 2 * 2 + 1}"
-    alone = comm.rank ^ 1 >= comm.size
-    listener = socket.create_server((place, 5000)) if comm.rank % 2 == 0 and not alone else None
-    comm.barrier()
-    wire = None if alone else listener.accept()[0] if listener else socket.create_connection((place, 5000))
-    if wire is not None:
+    comm = _comm(job)
+    first, alone = comm.rank % 2 == 0, comm.rank ^ 1 >= comm.size
+    where = (f"10.78.0.{comm.rank // 2 * 2 + 1}", 5000)  # of the first one of two hosts: see netns
+    with ExitStack() as undo:
+        listener = undo.enter_context(socket.create_server(where)) if first and not alone else None
+        comm.barrier()
+        if alone:
+            yield None
+            return
+        wire = undo.enter_context(listener.accept()[0] if listener else socket.create_connection(where))
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire.setblocking(False)
-    yield wire
-    for one in (wire, listener):
-        if one is not None:
-            one.close()
+        yield wire
 
 
 def _there_and_back(wire: socket.socket | None, first: bool) -> None:
@@ -124,9 +125,13 @@ def _get(wire: socket.socket) -> None:
     got = 0
     while got < len(SMALL):
         try:
-            got += len(wire.recv(len(SMALL) - got))
+            came = wire.recv(len(SMALL) - got)
         except BlockingIOError:
             os.sched_yield()  # where others wait for this core
+            continue
+        if not came:
+            raise ConnectionError("the other end of a measured connection is gone")
+        got += len(came)
 
 
 def _least(job: Job, call: Callable[[], object], calls: int, each: int = 1) -> float:

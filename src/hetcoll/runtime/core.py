@@ -117,7 +117,8 @@ class Core:
         ordered = config.reproducible
         self.compression = Compression(wiring.topology, config.compress, config.compress_feedback, ordered)
         self.planner = Planner(wiring, rank, config.algo, self.compression, ordered)
-        host = self.host = HostExecutor(owner, *(parts := (wiring, diagnosis, self.planner)), config.timeout)
+        parts = (wiring, diagnosis, self.planner)
+        host = self.host = HostExecutor(owner, *parts, config.timeout)
         # Weakly, since the engine must not keep its communicator alive.
         self.engine.set_ops(
             OP_LABELS, DONE, _weakly(owner._stuck), _weakly(diagnosis.interrupted), _weakly(self.log_news)
