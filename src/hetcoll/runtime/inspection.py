@@ -83,7 +83,7 @@ class Inspection:
         self._check = self._sampled = None  # of every call, or of some
         if config.check == "1":
             self._check = CrossCheck(core.rank, core.size, self._start, core.diagnosis)
-        elif config.check == "sampled":
+        elif config.check == "sampled" and not core.wiring.topology.some_without_gpu:  # there all calls are on GPUs
             self._sampled = CrossCheck(core.rank, core.size, self._start, core.diagnosis, forgives=True)
             core.engine.sample_calls()
         self.of_all = self._digest is not None or self._check is not None
