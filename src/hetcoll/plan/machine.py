@@ -38,10 +38,9 @@ class Machine(NamedTuple):
     `reduce` is in bytes per second of the result. `switch` is how many seconds longer a hop takes for each rank that
     shares a core and must be scheduled first. `stall` is how much longer the work of a stepwise algorithm takes inside
     a host, where cores move the bytes; over TCP not where ranks share a core, as who waits for one other leaves it to
-    them. `staging` is how many seconds
-    longer `staged` takes before it gains: nothing is sent before a whole copy is there. Where ranks share a core, the
-    others work meanwhile; their number divides it twice. It was fitted to 4, 8, 16 and 32 ranks on 32 cores of a Xeon
-    and to 4, 6 and 8 on two.
+    them. `staging` is how many seconds longer `staged` takes before it gains: nothing is sent before a whole copy is
+    there. Where ranks share a core, the others work meanwhile; their number divides it twice. It was fitted to 4, 8, 16
+    and 32 ranks on 32 cores of a Xeon and to 4, 6 and 8 on two.
 
     The numbers for shared memory were fitted to sweeps of all algorithms over 4, 8 and 16 ranks on 16 cores of a Xeon:
     what is chosen is, on average, 4 to 8 % slower than the fastest, for collectives that everyone waits for.

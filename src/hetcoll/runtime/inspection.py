@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from ..config.env import Config
     from ..health.diagnosis import Diagnosis
+    from ..links.wiring import Wiring
     from ..rendezvous.session import Session
     from .executor import Gpus, Snapshot
     from .host import HostExecutor
@@ -63,6 +64,7 @@ class Core(Protocol):
     config: Config
     diagnosis: Diagnosis
     engine: _native.Engine
+    wiring: Wiring
     host: HostExecutor
     gpus: Gpus
 
