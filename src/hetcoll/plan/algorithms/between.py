@@ -49,9 +49,6 @@ class Place:
     def mates_after(self) -> list[int]:
         return [self.mates[(self.j + d) % self.k] for d in range(1, self.k)]
 
-    def mates_before(self) -> list[int]:
-        return [self.mates[(self.j - d) % self.k] for d in range(1, self.k)]
-
     def host_after(self, d: int) -> int:
         return (self.i + d) % self.m
 
