@@ -64,7 +64,8 @@ void DeviceCapture::Order(const DeviceAction& a, std::uint32_t lag) {
     level_ = a.level;
   }
   if (a.Waits()) {
-    const std::uint32_t least = a.step == DeviceStep::kLocal ? 1 : lag;
+    const bool meets = a.step == DeviceStep::kLocal || a.step == DeviceStep::kMessages;
+    const std::uint32_t least = meets ? 1 : lag;
     for (std::size_t i = 0; i < kDeviceLanes; ++i) {
       const auto lower = [&](const Told& told) { return told.level + least <= level_; };
       const auto end = std::partition_point(told_[i].begin(), told_[i].end(), lower);

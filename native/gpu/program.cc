@@ -123,6 +123,9 @@ class Compiler {
     Done(kLocalLane);
   }
 
+  // What it touches is touched by nothing else of the call.
+  void Messages(std::uint16_t kernel) { Add({.step = DeviceStep::kMessages, .stream = kWorkLane, .edge = kernel}); }
+
  private:
   static std::uint8_t Turn(DeviceLane first, unsigned& turns) {
     return static_cast<std::uint8_t>(first + turns++ % kCopyLanes);
@@ -241,14 +244,24 @@ class Compiler {
 
 DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order,
                              std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes, bool one_signal_lane,
-                             const std::set<std::uint16_t>& near_edges, std::span<const std::uint32_t> levels)
+                             const std::set<std::uint16_t>& near_edges, std::span<const std::uint32_t> levels,
+                             std::span<const MessagesPlace> kernels)
     : near(near_edges), scratch_bytes(plan.scratch_bytes) {
   const std::size_t steps = plan.steps.size();
   if (order.size() != steps || steps_edges.size() != steps || (!levels.empty() && levels.size() != steps)) {
     throw PlanError("plan: an order and an edge for each of " + std::to_string(steps) + " steps wanted");
   }
   Compiler compiler(*this, plan, one_signal_lane);
-  for (const std::uint32_t index : order) {
+  std::uint16_t kernel = 0;
+  const auto lead = [&](std::size_t place) {  // what comes before the step of this place
+    for (; kernel < kernels.size() && kernels[kernel].before <= place; ++kernel) {
+      if (!levels.empty()) compiler.Begin(kernels[kernel].level);
+      compiler.Messages(kernel);
+    }
+  };
+  for (std::size_t place = 0; place < steps; ++place) {
+    lead(place);
+    const std::uint32_t index = order[place];
     const BoundStep& s = plan.steps.at(index);
     if (!levels.empty()) compiler.Begin(levels[index]);
     if (s.op == Op::kLocal) {
@@ -266,13 +279,17 @@ DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_
     if (talks) edges.insert(steps_edges[index]);
     compiler.Step(s, talks ? steps_edges[index] : std::uint16_t{0}, slot_bytes);
   }
+  lead(steps);
+  if (kernel < kernels.size()) throw PlanError("plan: wanted kernels of messages at rising places among its steps");
+  all_small = kernel > 0 && actions.size() == kernel;
   alone = edges.size() == 1 && !used[kWorkLane] && !used[kLocalLane];
   std::erase_if(actions,
                 [](const DeviceAction& a) { return a.step == DeviceStep::kRecord && a.event == Compiler::kNobody; });
 }
 
 DeviceProgram DeviceQueue::Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
-                                   std::span<const std::uint16_t> edges, bool ahead) const {
+                                   std::span<const std::uint16_t> edges, bool ahead,
+                                   std::span<const MessagesPlace> kernels) const {
   bool proxied = false;
   std::set<std::uint16_t> near;
   for (std::size_t i = 0; i < std::min(edges.size(), plan.steps.size()); ++i) {
@@ -281,7 +298,7 @@ DeviceProgram DeviceQueue::Compile(const BoundPlan& plan, std::span<const std::u
     proxied |= edges_[edges[i]].proxy != nullptr;
     if (edges_[edges[i]].near) near.insert(edges[i]);
   }
-  return {plan, order, edges, slot_bytes_, ahead && !proxied, near};
+  return {plan, order, edges, slot_bytes_, ahead && !proxied, near, {}, kernels};
 }
 
 void DeviceProgram::Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs) {
@@ -306,22 +323,20 @@ void DeviceProgram::Part(std::span<const std::size_t> sends, std::span<const std
   }
 }
 
-void DeviceProgram::LeadWithMessages() {
-  if (actions.empty()) return;
-  actions.insert(actions.begin(), {.step = DeviceStep::kMessages, .stream = kWorkLane});
-  used[kWorkLane] = true;
-  all_local = alone = false;
-}
-
 DeviceProgram CaptureRecipe::Program(std::size_t slot_bytes) const {
   std::vector<std::uint32_t> order(plan.steps.size());
   std::iota(order.begin(), order.end(), 0u);
   std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
     return std::pair(levels[a], plan.steps[a].op) < std::pair(levels[b], plan.steps[b].op);
   });
-  DeviceProgram program(plan, order, edges, slot_bytes, false, near, levels);
+  std::vector<MessagesPlace> placed = kernels;
+  for (MessagesPlace& kernel : placed) {
+    const auto higher = std::partition_point(order.begin(), order.end(),
+                                             [&](std::uint32_t step) { return levels[step] < kernel.level; });
+    kernel.before = static_cast<std::uint32_t>(higher - order.begin());
+  }
+  DeviceProgram program(plan, order, edges, slot_bytes, false, near, levels, placed);
   if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
-  if (messages) program.LeadWithMessages();
   return program;
 }
 

@@ -62,7 +62,7 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, Bases bases, std::span<const
   const Current current(*driver_);
   ++calls_;
   if (capturing) FollowCaptured(user);
-  if (!shape.messages.empty() && shape.program.actions.empty()) {
+  if (shape.program.all_small) {
     for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, user, capturing);
     if (capturing) EndCaptured(user);
     return;
@@ -290,7 +290,7 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
       break;
     }
     case DeviceStep::kMessages:
-      for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, stream, &lanes != &lanes_);
+      RunMessages(shape.messages[a.edge], bases, stream, &lanes != &lanes_);
       break;
     case DeviceStep::kLocal:
       RunLocal(shape, shape.program.locals[a.edge], bases, stream);

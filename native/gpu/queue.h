@@ -71,7 +71,7 @@ enum class DeviceStep : std::uint8_t {
   kDecode,      // dst = what the codes in src stand for
   kDecodeAdd,   // dst = src + what the codes in `other` stand for
   kLocal,       // a collective of the island: `edge` is its number in the program
-  kMessages,    // the small messages of the call, by kernels
+  kMessages,    // small messages of the call: `edge` is the number of their kernel in the shape
 };
 
 // From kMessages on: the messages of a group, each of which has a buffer of its own.
@@ -166,12 +166,19 @@ struct OwnPart {
   std::size_t n;
 };
 
+// Where a kernel of small messages comes among the steps of a plan: before those from this place in their order on.
+struct MessagesPlace {
+  std::uint32_t before;
+  std::uint32_t level;
+};
+
 struct DeviceProgram {
   // `order` names each step of the plan once, by rising `levels` where they have any; `one_signal_lane`: for both
-  // directions; `near`: those of the edges that are. Throws PlanError where a message is larger than a slot.
+  // directions; `near`: those of the edges that are; `kernels` of small messages come at rising places. Throws
+  // PlanError where a message is larger than a slot.
   DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
                 std::size_t slot_bytes, bool one_signal_lane, const std::set<std::uint16_t>& near = {},
-                std::span<const std::uint32_t> levels = {});
+                std::span<const std::uint32_t> levels = {}, std::span<const MessagesPlace> kernels = {});
 
   // Of pulls alone; the peers at the other ends of `readers` pull out of this rank's memory. It lasts until they have.
   // `aside`: what comes waits in the scratch until then, since SEND and RECV are the same memory.
@@ -181,14 +188,12 @@ struct DeviceProgram {
   // What lies in SEND and RECV are messages, which begin at these bytes: each has an area of its own from now on.
   void Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs);
 
-  // Kernels that carry messages come first, beside all the rest. Where there is no rest they are not in `actions`.
-  void LeadWithMessages();
-
   std::vector<DeviceAction> actions;
   std::vector<LocalAction> locals;
   std::array<bool, kDeviceLanes> used{};
   bool all_local = true;          // nothing but local steps: they can run on the user's own stream
-  bool alone = false;             // nothing but messages of one edge: so can those
+  bool all_small = false;         // nothing but small messages: so can those
+  bool alone = false;             // nothing but messages of one edge: likewise
   bool pulls = false;             // nothing but pulls
   std::set<std::uint16_t> edges;  // that it uses
   std::set<std::uint16_t> near;   // of those
@@ -207,7 +212,7 @@ struct CaptureRecipe {
   std::uint32_t lag;
   std::vector<std::size_t> sends;  // see DeviceProgram::Part
   std::vector<std::size_t> recvs;
-  bool messages = false;  // see DeviceProgram::LeadWithMessages
+  std::vector<MessagesPlace> kernels = {};  // whose places are those in the order of steps that is not captured
   std::set<std::uint16_t> near = {};
 };
 
@@ -226,7 +231,7 @@ struct DeviceCodec {
   DeviceKernel add;
 };
 
-// The small messages of a call, one each way with every other rank at most, in one kernel. Its argument
+// Small messages of a call, one each way with every other rank at most, in one kernel. Its argument
 // (devices/kernels/arguments.h) begins with the messages, each of which begins with the address of its buffer.
 inline constexpr std::size_t kMessageStride = 48;
 struct MessagesKernel {
@@ -299,7 +304,8 @@ class DeviceQueue {
   // A program of these steps, see DeviceProgram. `ahead`: sends are some messages ahead of receives, as in collectives.
   // Then both directions share a stream for signals, but not where a message goes to another host or comes from there.
   DeviceProgram Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
-                        std::span<const std::uint16_t> edges, bool ahead) const;
+                        std::span<const std::uint16_t> edges, bool ahead,
+                        std::span<const MessagesPlace> kernels = {}) const;
 
   // What programs of copies need to be captured; before the first of them is.
   void SetCapture(std::unique_ptr<DeviceCapture> capture);

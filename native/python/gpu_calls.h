@@ -157,7 +157,7 @@ class GpuCalls {
       hooks_.refused(fault.what());
     }
     if (!capturing) return false;
-    if (call.program && !call.program->program.all_local) {
+    if (call.program && !call.program->program.all_local && !call.program->program.all_small) {
       hooks_.captured(call.program, stream);
     } else if (call.kernel || !call.program->messages.empty()) {
       hooks_.captured(nb::none(), stream);

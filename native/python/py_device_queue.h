@@ -29,6 +29,7 @@ using CodecArgs = std::optional<std::tuple<int, KernelArgs, KernelArgs, KernelAr
 // Function, arguments, blocks, threads; and of each message its buffer and its end of a ring.
 using MessagesArgs =
     std::tuple<Address, nb::bytes, unsigned, unsigned, std::vector<std::uint16_t>, std::vector<std::uint16_t>>;
+using PlacedArgs = std::tuple<MessagesArgs, std::uint32_t, std::uint32_t>;  // MessagesPlace
 
 // Of what a peer has: the edge, where it goes in RECV, its address here, bytes.
 using PullArgs = std::tuple<std::uint16_t, std::size_t, Address, std::size_t>;
@@ -120,7 +121,7 @@ class PyDeviceQueue {
                                     const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
                                     const KernelArgs& scale, unsigned divisor, bool p2p, bool ahead,
                                     const LocalArgs& local, const CodecArgs& codec, std::vector<std::size_t> sends,
-                                    std::vector<std::size_t> recvs, const std::vector<MessagesArgs>& kernels) {
+                                    std::vector<std::size_t> recvs, const std::vector<PlacedArgs>& kernels) {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
     const Codec* sizes = codec ? FindCodec(type, static_cast<Format>(std::get<0>(*codec))) : nullptr;
@@ -129,16 +130,17 @@ class PyDeviceQueue {
       throw PlanError("plan: a level for each step, and a lag wanted");
     if (sends.size() + recvs.size() > kMostMessages)
       throw PlanError("a group of more than " + std::to_string(kMostMessages) + " messages");
-    DeviceProgram program = Compile(bound, order, edges, ahead);
+    std::vector<MessagesPlace> places;
+    for (const auto& [args, before, level] : kernels) places.push_back({before, level});
+    DeviceProgram program = Compile(bound, order, edges, ahead, places);
     const bool apart = !sends.empty() || !recvs.empty();
     if (apart) program.Part(sends, recvs);
-    if (!kernels.empty()) program.LeadWithMessages();
     auto recipe = std::make_shared<CaptureRecipe>(CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends),
-                                                                std::move(recvs), !kernels.empty(), program.near});
+                                                                std::move(recvs), std::move(places), program.near});
     auto shape =
         std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale), ItemSize(type),
                                                   divisor, LocalOf(local), p2p, CodecOf(codec), std::move(recipe)});
-    for (const MessagesArgs& args : kernels) shape->messages.push_back(MessagesOf(args, apart));
+    for (const auto& [args, before, level] : kernels) shape->messages.push_back(MessagesOf(args, apart));
     return shape;
   }
 
@@ -238,9 +240,10 @@ class PyDeviceQueue {
   }
 
   DeviceProgram Compile(const BoundPlan& plan, const std::vector<std::uint32_t>& order,
-                        const std::vector<std::uint16_t>& edges, bool ahead) {
+                        const std::vector<std::uint16_t>& edges, bool ahead,
+                        const std::vector<MessagesPlace>& kernels) {
     std::lock_guard lock(mutex_);
-    return queue_.Compile(plan, order, edges, ahead);
+    return queue_.Compile(plan, order, edges, ahead, kernels);
   }
 
   static std::vector<DeviceStream> Streams(const std::vector<Address>& addresses) {

@@ -241,7 +241,7 @@ class DeviceQueue:
         codec: tuple[int, _Kernel, _Kernel, _Kernel, _Kernel] | None = None,
         sends: Sequence[int] = (),
         recvs: Sequence[int] = (),
-        kernels: Sequence[tuple[int, bytes, int, int, Sequence[int], Sequence[int]]] = (),
+        kernels: Sequence[tuple[tuple[int, bytes, int, int, Sequence[int], Sequence[int]], int, int]] = (),
     ) -> DeviceShape: ...
     @staticmethod
     def bind_pulls(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -107,6 +110,33 @@ def mixed_graph(comm: hetcoll.Communicator) -> None:
     device.destroy_stream(stream)
 
 
+def in_order(comm: hetcoll.Communicator) -> None:
+    """A group of messages to one peer that makes a call of each, or the other way round: small ones before and behind a
+    long one, and more of all than rings and slots hold. As calls, and in replays."""
+    rank, device = comm.rank, device_of_rank(comm.rank)
+    device.activate()
+    stream = device.stream()
+    sizes = (7, 2 * MESSAGE_MOST, MESSAGE_WORDS, *[9] * 5)
+    call = comm.recv if rank else comm.send
+    for groups, captured in itertools.product(((False, True), (True, False), (True, True)), (False, True)):
+        arrays = [of_bytes(comm, np.zeros(n) if rank else pattern(0, n, i)) for i, n in enumerate(sizes)]
+        in_graph = Capture(device, stream) if captured else contextlib.nullcontext()
+        in_group = comm.group() if groups[rank] else contextlib.nullcontext()
+        with in_graph as graph, in_group:
+            for array in arrays:
+                call(replace(array.buffer(), stream=stream), 1 - rank)
+        for _ in range(2):
+            if graph is not None:
+                graph.replay(stream)
+        device.synchronize(stream)
+        assert rank == 0 or all(
+            (array.get() == pattern(0, n, i)).all() for i, (n, array) in enumerate(zip(sizes, arrays, strict=True))
+        )
+        if graph is not None:
+            graph.close()
+    device.destroy_stream(stream)
+
+
 KINDS = {"nn": ["cuda"] * 2, "nan": ["cuda", "hip", "cuda"], "np": ["cuda", "posing"]}
 
 
@@ -135,10 +165,10 @@ def test_messages_of_every_size(gpus: Callable[..., Ranks], kinds: str) -> None:
     gpus(kinds).run(all_of_it, timeout=200)
 
 
-def test_in_graphs(gpus: Callable[..., Ranks]) -> None:
+def test_on_one_hardware_queue(gpus: Callable[..., Ranks]) -> None:
     ranks = gpus("nn", CUDA_DEVICE_MAX_CONNECTIONS="1")
-    ranks.run(of_every_size, timeout=100)
-    ranks.run(mixed_graph, timeout=100)
+    for each in (of_every_size, mixed_graph, in_order):
+        ranks.run(each, timeout=100)
 
 
 def wait_in_vain(comm: hetcoll.Communicator, nbytes: int, sends: bool, then: str) -> Any:

@@ -36,6 +36,15 @@ Kernel = tuple[int, bytes, int, int, list[int], list[int]]
 """For a native queue: function, arguments, blocks, threads, and of each message its buffer and its end of a ring."""
 
 
+class Placed(NamedTuple):
+    """A kernel that comes before all steps of a plan from this one in its order on, and has this level
+    (`order.levels`)."""
+
+    kernel: Kernel
+    before: int
+    level: int
+
+
 class MessageKernel:
     """That of this rank, to and from `peers` of its host. `state` is device memory of STATE_BYTES, zero at first."""
 
@@ -49,20 +58,9 @@ class MessageKernel:
                 ring = share.segment.message_ring(*((here, there) if out else (there, here)))
                 self._rings[peer, out] = 2 * there + out, ring
 
-    def bind(self, sends: Sequence[Small], recvs: Sequence[Small]) -> list[Kernel]:
-        """The kernels that carry these, one after another: the first of each rank and direction, then the second of
-        each, and so on, so that all ranks have the same messages in the kernels of one number."""
-        rounds: list[list[tuple[bool, Small]]] = []
-        for out, half in ((True, sends), (False, recvs)):
-            seen: dict[int, int] = {}
-            for each in half:
-                turn = seen[each.peer] = seen.get(each.peer, -1) + 1
-                if turn == len(rounds):
-                    rounds.append([])
-                rounds[turn].append((out, each))
-        return [self._kernel(turn) for turn in rounds]
-
-    def _kernel(self, messages: Sequence[tuple[bool, Small]]) -> Kernel:
+    def bind(self, messages: Sequence[tuple[bool, Small]]) -> Kernel:
+        """The one that carries these, each with whether this rank sends it: one of each rank and direction at most, and
+        those that are sent first, since blocks run in their order where a device has no room for all of them."""
         abort = self._share.segment.aborts[self._share.here]
         arguments, blocks, rings = Messages(count=len(messages), abort=abort), 0, []
         for i, (out, (_, peer, nbytes)) in enumerate(messages):

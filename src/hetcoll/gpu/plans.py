@@ -6,6 +6,7 @@ order is one that no number of hardware queues can turn into a deadlock (`order`
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, zip_longest
@@ -23,8 +24,7 @@ from ..plan.symmetry import Symmetry, everyone
 from ..runtime.planner import Kept, Planner
 from ..types import LOGICAL, REDUCING, ROOTED, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import codec_names
-from .message_kernel import Kernel as MessageKernels
-from .message_kernel import MessageKernel, Small
+from .message_kernel import MessageKernel, Placed, Small
 from .planner import Carrier, Choice, GpuPlanner, Mechanism
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ End = tuple[int, int]
 """Of a message: the peer, and how many elements."""
 Order = tuple[int, ...]
 Parts = tuple[Span | None, ...]
+Smalls = list[tuple[int, Small]]
+"""Messages with their numbers."""
 Carry = Callable[[int, int], Carrier]
 """What carries a message to this peer, or from there, of so many bytes."""
 Link = Callable[[Plan], list[int]]
@@ -66,7 +68,7 @@ class Made(NamedTuple):
     local: Native | None = None
     apart: tuple[Sequence[int], Sequence[int]] = ((), ())
     points: Points | None = None
-    kernels: Sequence[MessageKernels] = ()
+    kernels: Sequence[Placed] = ()
 
 
 class Binder(Protocol[S]):
@@ -166,27 +168,43 @@ class GpuPlans(Generic[S]):
         """Messages to peers and from peers, all under way together. Those to oneself match in their order. `call`: they
         are what it consists of; `apart`: each has a buffer of its own; `whole`: each fits a slot, and is not cut.
 
-        Piece by piece of each edge, sends before receives: what peers need is enqueued before what this rank waits for.
-        What the library does comes last. Small messages between two ranks are a kernel's, which comes first.
+        What one rank sends to another is numbered, pieces and small messages alike, so both know it by one number. All
+        is enqueued in the order of numbers: the small messages of each, which are one kernel, then sends, then
+        receives. So what peers need comes before what this rank waits for, and nothing overtakes what is before it on
+        its way to a peer that makes a call of each message. What the library does comes last.
         """
         channel = channel if call is None else 0  # messages of two ranks are numbered along the edge
         out = self._half(Op.SEND, channel, dtype.itemsize, sends, carrier, whole)
         into = self._half(Op.RECV, channel, dtype.itemsize, recvs, carrier, whole)
         numbered = sorted((*out.pieces, *into.pieces), key=lambda piece: (piece[0], piece[1].op))
+        base = len(sends) if apart else 1
+        kernels = self._kernels(out.small, into.small, base, [number for number, _ in numbered])
         numbered += [(0, Step(Op.COPY, 2, src, dst)) for src, dst in zip(out.own, into.own, strict=True)]
         if out.rows or into.rows:
             what = Local(Collective.ALLTOALL, parts=_parts(out.rows, into.rows))
             numbered.append((0, Step(Op.LOCAL, 3, local=what)))
-        levels = [k // SLOTS * 2 * _LAG + k % SLOTS + _LAG * int(step.op is Op.RECV) for k, step in numbered]
+        levels = [_level(number, step.op) for number, step in numbered]
         steps = tuple(step for _, step in numbered)
         units = (len(out.table) - 1, len(into.table) - 1)
         islands = self._islands.islands
         plan = Plan(Collective.P2P, "messages", self._size, self._rank, *units, steps, islands=islands)
         begins = (out.begins, into.begins) if apart else ((), ())
-        tables, order, base = (out.table, into.table), tuple(range(len(steps))), len(sends) if apart else 1
-        received = [each._replace(buffer=base + each.buffer) for each in into.small]
-        kernels = self.kernel.bind(out.small, received) if self.kernel and (out.small or received) else ()
+        tables, order = (out.table, into.table), tuple(range(len(steps)))
         return self._bind(Made(plan, order, levels, dtype, tables, call, apart=begins, kernels=kernels))
+
+    def _kernels(self, sends: Smalls, recvs: Smalls, base: int, numbers: Sequence[int]) -> list[Placed]:
+        """Those of small messages, each of a number; the buffers of what comes count from `base` on, and pieces have
+        these `numbers`."""
+        rows: dict[int, list[tuple[bool, Small]]] = {}
+        for number, each in sends:
+            rows.setdefault(number, []).append((True, each))
+        for number, each in recvs:
+            rows.setdefault(number, []).append((False, each._replace(buffer=base + each.buffer)))
+        found = []
+        for number, row in sorted(rows.items()):
+            assert self.kernel is not None, "who has none has no small messages"
+            found.append(Placed(self.kernel.bind(row), bisect_left(numbers, number), _level(number, Op.SEND)))
+        return found
 
     def _half(
         self,
@@ -197,10 +215,10 @@ class GpuPlans(Generic[S]):
         carrier: Carry,
         whole: bool,
     ) -> _Half:
-        half, pieces = _Half([0], [], [], [], [], []), Counter[int]()
+        half, numbers = _Half([0], [], [], [], [], []), Counter[int]()
         buf = Buf.SEND if op is Op.SEND else Buf.RECV
         inside: dict[int, list[Span]] = {mate: [] for mate in self._mates}
-        for number, (peer, count) in enumerate(messages):
+        for i, (peer, count) in enumerate(messages):
             at, by = len(half.table) - 1, carrier(peer, count * item)
             cuts = (0, 1) if whole or by is not Carrier.COPIES else self._cuts(count * item)
             if by is Carrier.LIBRARY:
@@ -208,13 +226,14 @@ class GpuPlans(Generic[S]):
             elif by is Carrier.ITSELF:
                 half.own.append(Span(buf, at))
             elif by is Carrier.KERNEL:
-                half.small.append(Small(number, peer, count * item))
+                half.small.append((numbers[peer], Small(i, peer, count * item)))
+                numbers[peer] += 1
             elif count > 0:
                 for a, b in pairwise(cuts):
                     span = Span(buf, at + a, b - a)
                     src, dst = (span, None) if op is Op.SEND else (None, span)
-                    half.pieces.append((pieces[peer], Step(op, int(op is Op.RECV), src, dst, peer, channel)))
-                    pieces[peer] += 1
+                    half.pieces.append((numbers[peer], Step(op, int(op is Op.RECV), src, dst, peer, channel)))
+                    numbers[peer] += 1
             half.begins.append(half.table[-1])
             half.table.extend(half.begins[-1] + x for x in _aligned(count, cuts[-1], max(1, GRAIN // item)))
         half.rows.extend(zip_longest(*inside.values()))
@@ -302,6 +321,12 @@ class DeviceBinder:
         return reduce, (table.function(f"scale_{call.dtype.label}"), *shape)
 
 
+def _level(number: int, op: Op) -> int:
+    """Of a piece with this number, or of a kernel of such messages, which is as sends are (`order.levels`). What the
+    library does has one that no kernel has."""
+    return 0 if op is Op.LOCAL else 1 + number // SLOTS * 2 * _LAG + number % SLOTS + _LAG * int(op is Op.RECV)
+
+
 def _aligned(count: int, units: int, grain: int) -> list[int]:
     """Where each of `units` equal units ends."""
     return offsets([count], units, range(1, units + 1), grain, units)
@@ -312,10 +337,10 @@ class _Half(NamedTuple):
 
     table: list[int]  # elements at which units begin, and the end
     begins: list[int]  # those at which messages do
-    pieces: list[tuple[int, Step]]  # with their numbers on their edges
+    pieces: list[tuple[int, Step]]  # with their numbers
     own: list[Span]  # to this rank itself, or from it
     rows: list[tuple[Span | None, ...]]  # by the island's library: a message of each member, or none
-    small: list[Small]  # by a kernel
+    small: Smalls  # by kernels
 
 
 def _parts(sends: Sequence[tuple[Span | None, ...]], recvs: Sequence[tuple[Span | None, ...]]) -> Parts:

@@ -17,6 +17,10 @@ something that waits and does not come after it: a LOCAL step of that level or a
 LOCAL step at b waits for is one at b on another rank, which is held up by something that waits, too: but a LOCAL step
 of a higher level comes after it, as does whatever waits at b + lag or above, and nothing waits at a lower level.
 
+Kernels that carry small messages (`gpu.plans`) are as LOCAL steps: each meets those of its own level on other ranks,
+and no other step of its rank that meets any has that level. What they send may wait until a ring is empty, so for
+kernels of lower levels.
+
 Ranks that fare alike have the same levels, so a rank need not draw the plans of all (`drawn_by`).
 """
 
