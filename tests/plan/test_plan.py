@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import struct
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetcoll import _native
-from hetcoll.plan.ir import HEADER, MAGIC, SPAN, STEP, Buf, Builder, Local, Op, Plan, Span, Step, cut
+from hetcoll.errors import ArgumentError
+from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.plan.ir import HEADER, MAGIC, SPAN, STEP, Buf, Builder, Local, Op, Plan, Span, Spans, Step, cut
 from hetcoll.types import Collective
 
 counts = st.integers(0, 1 << 62)
@@ -45,6 +49,53 @@ def test_builder_drops_what_lanes_order_anyway() -> None:
     other = b.add(Op.RECV, 1, dst=Span(Buf.RECV, 1), peer=2)
     last = b.add(Op.SEND, 0, src=Span(Buf.RECV, 0), peer=1, deps=[other, None, first, other])
     assert b.steps[last].deps == (other,)
+
+
+def drawn(few: int) -> list[Plan]:
+    """Plans of every algorithm whose lanes have more steps than so few."""
+    hosts, ways = ((0, 1), (2, 3, 5), (4, 6, 7)), ("root", "scale", "compress", "ordered", "stretches")
+    entries = [entry for table in ALGORITHMS.values() for entry in table.values() if entry.supports(8)]
+    with mock.patch("hetcoll.plan.ir.FEW", few):
+        return [
+            entry.build(8, 3, hosts=over, **{way: 1})
+            for entry in entries
+            for over in (None, hosts)
+            for way in ways
+            if (way != "compress" or (entry.compresses and over)) and (way != "ordered" or entry.ordered)
+        ]
+
+
+def test_steps_drawn_at_once_are_those_drawn_one_by_one() -> None:
+    """And so are a plan's points, edges, lanes and records, which are made of columns."""
+    for many, single in zip(drawn(1), drawn(1 << 20), strict=True):
+        assert many == single
+        assert (many.points(), many.edges, many.lanes) == (single.points(), single.edges, single.lanes)
+        assert (many.encode(), many.encode(many.points())) == (single.encode(), single.encode(single.points()))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.lists(st.integers(-1, 6), min_size=2)))))
+@settings(deadline=None, max_examples=30)
+def test_deps_of_many_steps_are_those_of_single_ones(runs: list[tuple[int, list[list[int]]]]) -> None:
+    one, many, span = Builder(), Builder(), Span(Buf.RECV, 0)
+    for b in (one, many):
+        for lane in (0, 1, 2, 3, 0, 1, 2):
+            b.add(Op.COPY, lane, span, span)
+    for lane, rows in runs:
+        for deps in zip(*rows, strict=False):
+            one.add(Op.COPY, lane, span, span, deps=[d for d in deps if d >= 0])
+        n = min(map(len, rows), default=0)
+        with mock.patch("hetcoll.plan.ir.FEW", 1):
+            many.add_many(
+                Op.COPY, lane, Spans(Buf.RECV, np.zeros(n, np.int64)), span, deps=[np.array(r[:n]) for r in rows]
+            )
+    assert tuple(many.steps) == tuple(one.steps)
+
+
+def test_the_engines_records_hold_no_lane_that_is_too_large() -> None:
+    b = Builder()
+    b.add(Op.COPY, 256, Span(Buf.SEND, 0), Span(Buf.RECV, 0))
+    with pytest.raises(ArgumentError, match="lanes and channels of 0 to 255 in a plan, got lane 256"):
+        Plan(Collective.ALLREDUCE, "x", 1, 0, 1, 1, b.steps).encode()
 
 
 def test_units_of_scratch_are_copies_of_a_buffer() -> None:
