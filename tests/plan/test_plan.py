@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import random
 import struct
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetcoll import _native
-from hetcoll.plan.ir import HEADER, MAGIC, SPAN, STEP, Buf, Builder, Local, Op, Plan, Span, Step, cut
+from hetcoll.errors import ArgumentError
+from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.plan.ir import HEADER, MAGIC, SPAN, STEP, Buf, Builder, Local, Op, Plan, Span, Spans, Step, cut
 from hetcoll.types import Collective
 
 counts = st.integers(0, 1 << 62)
@@ -45,6 +51,53 @@ def test_builder_drops_what_lanes_order_anyway() -> None:
     other = b.add(Op.RECV, 1, dst=Span(Buf.RECV, 1), peer=2)
     last = b.add(Op.SEND, 0, src=Span(Buf.RECV, 0), peer=1, deps=[other, None, first, other])
     assert b.steps[last].deps == (other,)
+
+
+def drawn(few: int) -> list[Plan]:
+    """Plans of every algorithm whose lanes have more steps than so few."""
+    hosts, ways = ((0, 1), (2, 3, 5), (4, 6, 7)), ("root", "scale", "compress", "ordered", "stretches")
+    entries = [entry for table in ALGORITHMS.values() for entry in table.values() if entry.supports(8)]
+    with mock.patch("hetcoll.plan.ir.FEW", few):
+        return [
+            entry.build(8, 3, hosts=over, **how)
+            for entry in entries
+            for over in (None, hosts)
+            for way in ways
+            for how in [dict[str, Any]({way: True})]
+            if (way != "compress" or (entry.compresses and over)) and (way != "ordered" or entry.ordered)
+        ]
+
+
+def test_steps_drawn_at_once_are_those_drawn_one_by_one() -> None:
+    """And so are a plan's points, edges, lanes and records, which are made of columns."""
+    for many, single in zip(drawn(1), drawn(1 << 20), strict=True):
+        assert many == single
+        assert (many.points(), many.edges, many.lanes) == (single.points(), single.edges, single.lanes)
+        assert (many.encode(), many.encode(many.points())) == (single.encode(), single.encode(single.points()))
+
+
+def test_deps_of_many_steps_are_those_of_single_ones() -> None:
+    rng, span = random.Random(7), Span(Buf.RECV, 0)
+    for _ in range(100):
+        one, many = Builder(), Builder()
+        for b in (one, many):
+            for lane in (0, 1, 2, 3, 0, 1, 2):
+                b.add(Op.COPY, lane, span, span)
+        for n in range(2, 6):
+            lane, waits = rng.randrange(4), [[rng.randrange(-1, 7) for _ in range(n)] for _ in range(rng.randrange(4))]
+            for deps in zip(*waits, strict=True) if waits else [()] * n:
+                one.add(Op.COPY, lane, span, span, deps=[d for d in deps if d >= 0])
+            with mock.patch("hetcoll.plan.ir.FEW", 1):
+                spans = Spans(Buf.RECV, np.zeros(n, np.int64))
+                many.add_many(Op.COPY, lane, spans, span, deps=[np.array(row) for row in waits])
+        assert tuple(many.steps) == tuple(one.steps)
+
+
+def test_the_engines_records_hold_no_lane_that_is_too_large() -> None:
+    b = Builder()
+    b.add(Op.COPY, 256, Span(Buf.SEND, 0), Span(Buf.RECV, 0))
+    with pytest.raises(ArgumentError, match="lanes and channels of 0 to 255 in a plan, got lane 256"):
+        Plan(Collective.ALLREDUCE, "x", 1, 0, 1, 1, b.steps).encode()
 
 
 def test_units_of_scratch_are_copies_of_a_buffer() -> None:

@@ -26,13 +26,23 @@ Examples
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import accumulate
-from typing import Final
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError
 from ..types import Collective
+from .steps import MOST_NUMBERS, Buf, Columns, Ints, Local, Numbers, Op, Span, Spans, Step
+
+__all__ = [
+    "HEADER", "MAGIC", "MOST_UNITS", "P2P_CHANNEL", "SPAN", "STEP", "Buf", "Builder", "Columns", "Local", "Op", "Plan",
+    "Points", "Span", "Spans", "Step", "cut", "offsets",
+]  # fmt: skip
 
 MAGIC = 0x48435033  # "HCP3"
 P2P_CHANNEL = 2  # of messages, which no collective has
@@ -41,118 +51,10 @@ STEP = struct.Struct("<BBBBiiiiiiiIIII")
 SPAN = struct.Struct("<iii")
 MOST_UNITS = 1 << 30  # of a buffer, and of its copies in SCRATCH: kMostUnits in native/plan/plan.cc
 assert (HEADER.size, STEP.size) == (40, 48)  # native/plan/plan.h asserts the same
+_BUFS = tuple(Buf)  # an enum's members are slow to look up
+FEW = 64  # steps: so few are made faster one by one
 Points = tuple[Sequence[int], Sequence[int]]
 """Units of SEND, and of RECV, in rising order: see `Plan.points`."""
-
-
-class Buf(IntEnum):
-    """Which memory a span lies in."""
-
-    SEND = 0
-    RECV = 1
-    SCRATCH = 2
-
-
-class Op(IntEnum):
-    """What a step does. There are no fused operations: fusing is the engine's business."""
-
-    SEND = 0  # src -> peer
-    RECV = 1  # peer -> dst
-    RECV_REDUCE = 2  # dst = src (+) what the peer sent; src may be dst
-    COPY = 3  # dst = src
-    REDUCE = 4  # dst = dst (+) src
-    SCALE = 5  # dst = dst / number of ranks (AVG)
-    LOCAL = 6  # a vendor collective inside the island
-    ROUND = 7  # dst = src as a compressed edge carries it, with what was lost at the last call added first
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class Span:
-    """`count` units of `buf` from unit `start` on. Never changed, as a `Step`.
-
-    SCRATCH consists of whole copies of the buffer that `Plan.scratch_like` names: unit `k * units + i` is unit `i`
-    of copy `k`. A span never crosses from one copy into the next.
-    """
-
-    buf: Final[Buf]
-    start: Final[int]
-    count: Final[int] = 1
-
-    def __str__(self) -> str:
-        return f"{self.buf.name.lower()}[{self.start}:{self.start + self.count}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """Which collective a LOCAL step is. All members of the rank's island take part, also those it gives nothing to do.
-
-    `root` is a rank, for a rooted collective. `parts` has one span, or None for nothing, for each member of the island
-    in its order. Who has which spans:
-
-    ==============  ============================================================================
-    ALLREDUCE       src, dst on everyone
-    REDUCE          src on everyone; dst on the root
-    BROADCAST       src on the root; dst on the others
-    ALLGATHER       src: what I give; parts: where I put what each member gives (mine may be src)
-    REDUCE_SCATTER  parts: my terms of what each member gets; dst: what I get (may be my part)
-    GATHER          src: what I give; parts on the root: where it puts what each member gives
-    SCATTER         parts on the root: what it gives each member; dst: what I get
-    ALLTOALL        parts: what I send to each member, then where I put what each sends; for several messages, either
-                    half has a row of members for each
-    ==============  ============================================================================
-
-    Reductions are those of the call, except that of an average they are the sum. Vendor libraries have calls for equal
-    parts that lie side by side in the order of members; everything else is a group of rooted calls.
-    """
-
-    kind: Collective
-    root: int = -1
-    parts: tuple[Span | None, ...] = ()
-
-    def __str__(self) -> str:
-        root = f" root {self.root}" if self.root >= 0 else ""
-        parts = " of " + ",".join("-" if part is None else str(part) for part in self.parts) if self.parts else ""
-        return self.kind.label + root + parts
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class Step:
-    """One step. `deps` are indices into the same plan's steps. LOCAL steps of a rank are all in one lane.
-
-    Never changed: the type checker sees to it, as a plan may have 100,000 steps, and a frozen one takes 4 times as long
-    to make.
-    """
-
-    op: Final[Op]
-    lane: Final[int]
-    src: Final[Span | None] = None
-    dst: Final[Span | None] = None
-    peer: Final[int] = -1
-    channel: Final[int] = 0
-    deps: Final[tuple[int, ...]] = ()
-    local: Final[Local | None] = None
-    compressed: Final[bool] = False
-
-    @property
-    def lends(self) -> bool:
-        """Whether it is a send whose `src` a receiver may read where it lies: not where codes of it travel."""
-        return self.op is Op.SEND and not self.compressed
-
-    def __str__(self) -> str:
-        parts = [f"{self.lane}:{self.op.name.lower()}"]
-        if self.local is not None:
-            parts.append(str(self.local))
-        if self.src is not None:
-            parts.append(str(self.src))
-        if self.dst is not None:
-            parts.append(f"-> {self.dst}")
-        if self.peer >= 0:
-            parts.append(f"peer {self.peer}" + (f" channel {self.channel}" if self.channel else ""))
-        if self.compressed:
-            parts.append("compressed")
-        if self.deps:
-            parts.append("after " + ",".join(map(str, self.deps)))
-        return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +80,7 @@ class Plan:
     rank: int
     send_units: int
     recv_units: int
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
     root: int = 0
     scratch_copies: int = 0
     scratch_like: Buf = Buf.SEND
@@ -194,14 +96,21 @@ class Plan:
     equal: bool = False
 
     @property
+    def columns(self) -> Columns:
+        """The steps in columns."""
+        return Columns.of(self.steps)
+
+    @property
     def lanes(self) -> int:
         """The number of lanes."""
-        return 1 + max([step.lane for step in self.steps], default=-1)
+        return 1 + int(self.columns.lane.max(initial=-1))
 
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
         """The (peer, channel) pairs that this rank talks over, in either direction."""
-        return frozenset([(step.peer, step.channel) for step in self.steps if step.peer >= 0])
+        columns = self.columns
+        talks = columns.peer >= 0
+        return frozenset(zip(columns.peer[talks].tolist(), columns.channel[talks].tolist(), strict=True))
 
     def units(self, buf: Buf) -> int:
         """The number of units in `buf`."""
@@ -228,16 +137,12 @@ class Plan:
         send, recv = self.send_units, self.recv_units
         small = Buf.SEND if send < recv else Buf.RECV
         begin, end = self.place, self.place + min(send, recv)
-        found = {0, max(send, recv), begin, end}
-        for step in self.steps:
-            for span in (step.src, step.dst, *(() if step.local is None else step.local.parts)):
-                if span is not None:
-                    buf, start = span.buf, span.start
-                    if buf is Buf.SCRATCH:
-                        buf = self.scratch_like
-                        start %= self.units(buf)
-                    start += begin * (buf is small)
-                    found.update((start, start + span.count))
+        columns = self.columns
+        buf, start, count = _wide(self, np.concatenate([columns.src, columns.dst, columns.parts], axis=1))
+        kept, scratch = buf >= 0, buf == Buf.SCRATCH
+        start = np.where(scratch, start % self.units(self.scratch_like), start) if scratch.any() else start
+        start = start + begin * (np.where(scratch, self.scratch_like, buf) == small)
+        found = {0, max(send, recv), begin, end, *start[kept].tolist(), *(start + count)[kept].tolist()}
         larger = tuple(sorted(found))
         smaller = tuple(point - begin for point in larger if begin <= point <= end)
         return (smaller, larger) if small is Buf.SEND else (larger, smaller)
@@ -262,58 +167,67 @@ class Plan:
         `peer`. With `points`, as the method gives them, what lies between two is one unit: the plan is to be bound to
         offsets of these points (`offsets`).
         """
-        units, place, record = (self.send_units, self.recv_units), self.place, _record
+        units, place, columns = (self.send_units, self.recv_units), self.place, self.columns
+        src, dst, parts = columns.src, columns.dst, columns.parts
         if points is not None:
             names = _Names(self, points)
-            units, place, record = names.units, names.place, names.record
-        deps: list[int] = []
-        parts: list[Span | None] = []
-        rows: list[bytes] = []
-        for step in self.steps:
-            mine = () if step.local is None else step.local.parts
-            where = (step.channel, step.peer) if step.local is None else (step.local.kind, self._place(step.local.root))
-            spans = (*record(step.src), *record(step.dst))
-            channel, peer = where
-            counts = (len(deps), len(step.deps), len(parts), len(mine))
-            row = (step.op, step.lane, channel, step.compressed, peer, *spans, *counts)
-            rows.append(STEP.pack(*row))
-            deps.extend(step.deps)
-            parts.extend(mine)
+            units, place = names.units, names.place
+            src, dst, parts = map(names.numbered, (src, dst, parts))
+        op, lane, peer, channel, compressed = columns.fields
+        rows = np.zeros((STEP.size // 4, len(columns)), np.int64)
+        rows[1], rows[2:5], rows[5:8], rows[8], rows[9] = peer, src, dst, columns.ends[:-1], np.diff(columns.ends)
+        if columns.locals:
+            channel = channel.copy()
+        for i, local in columns.locals.items():
+            channel[i], rows[1, i], rows[11, i] = local.kind, self._place(local.root), len(local.parts)
+        if columns.locals:
+            rows[10] = np.cumsum(rows[11]) - rows[11]
+        if ((op | lane | channel) >> 8).any():
+            raise ArgumentError(f"wanted operations, lanes and channels of 0 to 255 in a plan, got lane {lane.max()}")
+        rows[0] = op | lane << 8 | channel << 16 | compressed << 24
         head = HEADER.pack(
-            MAGIC, self.lanes, self.collective, len(self.steps), len(deps), *units,
+            MAGIC, 1 + int(lane.max(initial=-1)), self.collective, len(columns), len(columns.deps), *units,
             self.scratch_copies, self.scratch_like, self.apart | self.staged << 1 | self.redundant << 2, self.credits,
-            len(parts), place,
+            parts.shape[1], place,
         )  # fmt: skip
-        tail = [struct.pack(f"<{len(deps)}I", *deps), *[SPAN.pack(*record(part)) for part in parts]]
-        return b"".join([head, *rows, *tail])
+        return b"".join([head, *map(_words, (rows.T, columns.deps, parts.T))])
 
 
-def _record(span: Span | None) -> tuple[int, int, int]:
-    """A span as the engine knows it."""
-    return (-1, 0, 0) if span is None else (span.buf, span.start, span.count)
+def _words(numbers: Numbers) -> bytes:
+    """As the engine reads them, in 32 bits each."""
+    if numbers.size and not -(1 << 31) <= numbers.min() <= numbers.max() < 1 << 31:
+        raise ArgumentError(f"wanted numbers of 32 bits in a plan, got {numbers.min()} to {numbers.max()}")
+    return numbers.astype("<i4").tobytes()
+
+
+def _wide(plan: Plan, units: Numbers) -> Numbers:
+    """Numbers of units, as Python's integers where there are more than NumPy's hold."""
+    return units.astype(np.object_) if max(map(plan.units, Buf)) >= MOST_NUMBERS else units
 
 
 class _Names:
     """The numbers by which the engine knows a plan's units where it is to know them by the plan's points."""
 
     def __init__(self, plan: Plan, points: Points) -> None:
-        self._like, self._whole = plan.scratch_like, plan.units(plan.scratch_like)
-        send, recv = ({at: i for i, at in enumerate(each)} for each in points)
-        self._numbers = send, recv
-        self.units = len(send) - 1, len(recv) - 1
-        self.place = (send if plan.send_units > plan.recv_units else recv)[plan.place]
+        self._plan, self._like, self._whole = plan, plan.scratch_like, plan.units(plan.scratch_like)
+        self._points = [_wide(plan, np.array(each)) for each in points]
+        self.units = len(points[0]) - 1, len(points[1]) - 1
+        larger = self._points[Buf.SEND if plan.send_units > plan.recv_units else Buf.RECV]
+        self.place = int(np.searchsorted(larger, plan.place))
 
-    def record(self, span: Span | None) -> tuple[int, int, int]:
-        """As `_record`."""
-        if span is None:
-            return (-1, 0, 0)
-        copy, start, buf = 0, span.start, span.buf
-        if buf is Buf.SCRATCH:
-            buf = self._like
-            copy, start = divmod(start, self._whole)
-        number = self._numbers[buf]
-        begin, end = number[start], number[start + span.count]
-        return (span.buf, copy * self.units[buf] + begin, end - begin)
+    def numbered(self, spans: Numbers) -> Numbers:
+        """Spans, in units that lie between two points."""
+        buf, start, count = _wide(self._plan, spans)
+        found = np.zeros(spans.shape, np.int64)
+        found[0] = buf
+        scratch = buf == Buf.SCRATCH
+        copy = np.where(scratch, start // self._whole, 0)
+        start = start - copy * self._whole
+        for each in (Buf.SEND, Buf.RECV):
+            there = (buf == each) | (scratch if each is self._like else False)
+            begin, end = (np.searchsorted(self._points[each], at[there]) for at in (start, start + count))
+            found[1, there], found[2, there] = copy[there] * self.units[each] + begin, end - begin
+        return found
 
 
 def cut(count: int, units: int) -> tuple[int, ...]:
@@ -346,8 +260,24 @@ def offsets(shares: Sequence[int], units: int, points: Sequence[int], grain: int
 class Builder:
     """Collects steps; `add` returns the index to name in later `deps`."""
 
-    steps: list[Step] = field(default_factory=list)
-    waited: dict[tuple[int, int], int] = field(default_factory=dict)  # (lane, other lane): its last step waited for
+    lanes: array[int] = field(default_factory=lambda: array("i"), init=False)  # of each step
+    _waited: dict[tuple[int, int], int] = field(default_factory=dict, init=False)  # by lane and other lane: the last
+    # step of the other that the lane has waited for
+    _many: list[Columns] = field(default_factory=list, init=False)
+    _single: list[Step] = field(default_factory=list, init=False)  # since then
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """All of them, so far."""
+        if not self._many:
+            return tuple(self._single)
+        self._fold()
+        return Columns.joined(self._many)
+
+    def _fold(self) -> None:
+        if self._single:
+            self._many.append(Columns.of(self._single))
+            self._single = []
 
     def add(
         self,
@@ -365,15 +295,87 @@ class Builder:
 
         Deps on the same lane, and on what an earlier step of this lane has waited for, are dropped.
         """
-        steps = self.steps
+        kept = self._fresh(lane, deps)
+        self._single.append(Step(op, lane, src, dst, peer, channel, kept, local, compressed))
+        self.lanes.append(lane)
+        return len(self.lanes) - 1
+
+    def _fresh(self, lane: int, deps: Iterable[int | None]) -> tuple[int, ...]:
+        """The deps that are left."""
+        lanes = self.lanes
         kept: tuple[int, ...] = ()
         for d in deps:
-            if d is not None and (other := steps[d].lane) != lane and d > self.waited.get((lane, other), -1):
+            if d is not None and (other := lanes[d]) != lane and d > self._waited.get((lane, other), -1):
                 kept += (d,)
         if kept:
             if len(kept) > 1:
                 kept = tuple(sorted(set(kept)))
             for d in kept:
-                self.waited[lane, steps[d].lane] = d
-        steps.append(Step(op, lane, src, dst, peer, channel, kept, local, compressed))
-        return len(steps) - 1
+                self._waited[lane, lanes[d]] = d
+        return kept
+
+    def add_many(
+        self,
+        op: Op,
+        lane: int,
+        src: Spans | Span | None = None,
+        dst: Spans | Span | None = None,
+        peer: Ints | int = -1,
+        channel: int = 0,
+        deps: Iterable[Ints | int | None] = (),
+        compressed: NDArray[np.bool_] | bool = False,
+    ) -> Ints:
+        """Append steps of one lane, and return their indices. What is an array has a row for each of them; in deps -1
+        stands there for "nothing to wait for"."""
+        values = (op, lane, peer, channel, compressed, *_row(src), *_row(dst))
+        n = next(len(value) for value in values if isinstance(value, np.ndarray))
+        first, waits = len(self.lanes), [d for d in deps if d is not None]
+        if n < FEW:
+            froms, tos, peers, codes = (_each(value, n) for value in (src, dst, peer, compressed))
+            afters = [_each(d, n) for d in waits]
+            for i, (a, b, to, code) in enumerate(zip(froms, tos, peers, codes, strict=True)):
+                self.add(op, lane, a, b, to, channel, [d[i] for d in afters if d[i] >= 0], None, code)
+            return np.arange(first, first + n)
+        table = np.empty((len(values), n), np.int64)
+        for at, value in enumerate(values):
+            table[at] = value
+        self._fold()
+        self._many.append(Columns(table[:5], table[5:8], table[8:], *self._waits(lane, n, waits), {}))
+        self.lanes.extend(array("i", [lane]) * n)
+        return np.arange(first, first + n)
+
+    def _waits(self, lane: int, n: int, deps: Sequence[Ints | int]) -> tuple[Ints, Ints]:
+        """What is left of the deps of `n` steps, and where those of each step begin and end."""
+        ends, alike = np.zeros(n + 1, np.int64), [d for d in deps if isinstance(d, int)]
+        if len(alike) == len(deps):  # the first step waits for all
+            kept = self._fresh(lane, alike)
+            ends[1:] = len(kept)
+            return np.array(kept, np.int64), ends
+        rows = np.empty((n, len(deps)), np.int64)
+        for column, each in zip(rows.T, deps, strict=True):
+            column[:] = each
+        rows.sort(axis=1)
+        lanes = np.where(rows < 0, lane, np.append(np.frombuffer(self.lanes, np.intc), lane)[rows])
+        left = np.zeros(rows.shape, np.bool_)
+        for other in set(np.unique(lanes).tolist()) - {lane}:
+            theirs = np.where(lanes == other, rows, -1)
+            last = np.maximum.accumulate(np.append(self._waited.get((lane, other), -1), theirs.max(axis=1)))
+            left |= theirs > last[:-1, None]
+            self._waited[lane, other] = int(last[-1])
+        left[:, 1:] &= rows[:, 1:] != rows[:, :-1]
+        np.cumsum(left.sum(axis=1), out=ends[1:])
+        return rows[left], ends
+
+
+def _each(value: Any, n: int) -> list[Any]:
+    """What each of `n` steps has of it."""
+    if isinstance(value, Spans):
+        return [
+            Span(_BUFS[buf], start, count)
+            for buf, start, count in zip(*(_each(x, n) for x in _row(value)), strict=True)
+        ]
+    return value.tolist() if isinstance(value, np.ndarray) else [value] * n
+
+
+def _row(spans: Spans | Span | None) -> tuple[Numbers | int, ...]:
+    return (-1, 0, 0) if spans is None else (spans.buf, spans.start, spans.count)

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..types import ROOTED, WHOLE, Collective
-from .ir import Buf, Local, Plan, Span, Step
+from .ir import Buf, Columns, Local, Plan, Span, Step
+from .steps import MOST_NUMBERS, Numbers
 
 
 @dataclass(frozen=True)
@@ -171,40 +171,29 @@ def _blocks(plan: Plan, times: int) -> Iterator[tuple[int, int, int]]:
             yield (*both, both[plan.scratch_like])
 
 
-_SAME = [attrgetter(name) for name in ("op", "lane", "channel", "deps", "compressed")]
-_SRC, _DST, _PEER = attrgetter("src"), attrgetter("dst"), attrgetter("peer")
-_START, _COUNT, _BUF = attrgetter("start"), attrgetter("count"), attrgetter("buf")
 _HEADER = attrgetter(*(name for name in Plan.__dataclass_fields__ if name not in ("rank", "steps")))
-_NUMBERS = 1 << 61  # units from which on NumPy's integers do not do
 
 
 class Stand:
-    """A plan that stands for others, in columns to compare theirs with: there may be millions of steps."""
+    """A plan that stands for others, to compare theirs with: there may be millions of steps."""
 
     def __init__(self, plan: Plan, symmetry: Symmetry) -> None:
-        self._plan, self._symmetry, self._header = plan, symmetry, _HEADER(plan)
-        self._same = [(column, list(map(column, plan.steps))) for column in _SAME]
-        self._locals = _locals(plan)
-        peers = list(map(_PEER, plan.steps))
-        self._no_peer = np.array(peers, np.int64) < 0
+        self._plan, self._symmetry, self._header, self._columns = plan, symmetry, _HEADER(plan), plan.columns
+        peers = self._columns.peer
+        self._messages = peers >= 0
         self._peer_orbits, self._peer_at = symmetry.index[:, peers]
-        spans = _spans(plan)
-        self._none = [span is None for span in spans]
-        kept = [span for span in spans if span is not None]
-        self._counts, self._bufs = list(map(_COUNT, kept)), list(map(_BUF, kept))
-        self._whole = symmetry.blocks is None or self._cut(peers, kept, symmetry.blocks)
+        self._locals, self._spans = _locals(self._columns), self._all_spans(self._columns)
+        self._whole = symmetry.blocks is None or self._cut(symmetry.blocks)
 
-    def _cut(self, peers: list[int], kept: list[Span], blocks: tuple[int, int, int]) -> bool:
+    def _cut(self, blocks: tuple[int, int, int]) -> bool:
         """Find where in its block each span is; whether all stay in one piece. What is no message may be of whole
         blocks: then it stays."""
-        plan, times = self._plan, self._symmetry.times
-        number: Any = np.int64 if max(map(plan.units, Buf)) < _NUMBERS else np.object_
-        starts, counts = (np.array(list(map(column, kept)), number) for column in (_START, _COUNT))
-        block: NDArray[Any] = np.array(blocks, number)[np.array(self._bufs, np.int64)]
-        rests = [*(peer < 0 for peer in (*peers, *peers)), *[True] * (len(self._none) - 2 * len(peers))]
-        rest = np.array([rest for rest, none in zip(rests, self._none, strict=True) if not none], np.bool_)
+        times, (bufs, starts, counts) = self._symmetry.times, self._spans
+        block = np.array([*blocks, 1], self._spans.dtype)[bufs.astype(np.int64)]
+        rest = np.ones(len(bufs), np.bool_)
+        rest[: 2 * len(self._messages)] = np.tile(~self._messages, 2)
         block = np.where(rest & (starts % block == 0) & (counts % block == 0), 1, block)
-        self._at: NDArray[Any] = starts % block
+        self._at: Numbers = starts % block
         self._part, self._block = block // times, block
         self._first = starts - self._at
         return not bool(np.any((block > 1) & (self._at % np.maximum(self._part, 1) + counts > self._part)))
@@ -212,33 +201,28 @@ class Stand:
     def fits(self, other: Plan, strides: int) -> bool:
         """Whether `other` is this plan, moved on by so many strides, and this one stays in one piece wherever it is
         moved."""
-        symmetry = self._symmetry
+        symmetry, mine = self._symmetry, self._columns
         if not self._whole or other.rank != symmetry.move(self._plan.rank, strides) or _HEADER(other) != self._header:
             return False
-        if any(list(map(column, other.steps)) != mine for column, mine in self._same):
-            return False
-        peers = symmetry.table[self._peer_orbits, (self._peer_at + strides) % symmetry.times]
-        peers[self._no_peer] = -1
-        spans = _spans(other)
-        if peers.tolist() != list(map(_PEER, other.steps)) or [span is None for span in spans] != self._none:
-            return False
-        kept = [span for span in spans if span is not None]
-        if list(map(_COUNT, kept)) != self._counts:
-            return False
+        theirs, fields, spans = other.columns, mine.fields.copy(), self._spans.copy()
+        moved = symmetry.table[self._peer_orbits, (self._peer_at + strides) % symmetry.times]
+        fields[Columns.PEER] = np.where(self._messages, moved, mine.peer)
         if symmetry.blocks is not None:
-            starts = self._first + (self._at + strides * self._part) % self._block
-            if starts.tolist() != list(map(_START, kept)) or list(map(_BUF, kept)) != self._bufs:
-                return False
+            spans[1] = self._first + (self._at + strides * self._part) % self._block
+        pairs = ((fields, theirs.fields), (mine.deps, theirs.deps), (mine.ends, theirs.ends))
+        if not all(np.array_equal(a, b) for a, b in (*pairs, (spans, self._all_spans(theirs)))):
+            return False
         roots = [(i, kind, root if root < 0 else symmetry.move(root, strides), n) for i, kind, root, n in self._locals]
-        return roots == _locals(other)
+        return roots == _locals(theirs)
+
+    def _all_spans(self, columns: Columns) -> Numbers:
+        """Of a plan, those of the parts of LOCAL steps last, in three rows as `Columns` has them."""
+        spans = np.concatenate([columns.src, columns.dst, columns.parts], axis=1)
+        if self._symmetry.blocks is None:
+            spans[0], spans[1] = spans[0] < 0, 0
+        return spans.astype(np.object_) if max(map(self._plan.units, Buf)) >= MOST_NUMBERS else spans
 
 
-def _spans(plan: Plan) -> list[Span | None]:
-    parts = [part for step in plan.steps if step.local is not None for part in step.local.parts]
-    return [*map(_SRC, plan.steps), *map(_DST, plan.steps), *parts]
-
-
-def _locals(plan: Plan) -> list[tuple[int, Collective, int, int]]:
+def _locals(columns: Columns) -> list[tuple[int, Collective, int, int]]:
     """The LOCAL steps: which, what, the root, and the number of parts."""
-    locals = [(i, step.local) for i, step in enumerate(plan.steps) if step.local is not None]
-    return [(i, local.kind, local.root, len(local.parts)) for i, local in locals]
+    return [(i, local.kind, local.root, len(local.parts)) for i, local in columns.locals.items()]

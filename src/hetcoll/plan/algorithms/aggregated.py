@@ -9,10 +9,11 @@ communication" (EuroMPI 2014).
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...types import Collective
 from ..costs import Cost, Hosts, Levels
-from ..ir import Span
-from .base import Draft, find, inp, out, register, tmp
+from .base import Draft, each, find, inp, out, register, tmp
 from .led import runs
 
 
@@ -50,37 +51,33 @@ def alltoall(p: Draft) -> None:
         return
     p.credits, p.apart = 1, True
     host = _Host(p)
-    k, mine = len(host.mates), host.owned(host.place)
-    each = p.size // k  # ranks for which a copy of SCRATCH has room
-    p.scratch_copies = -(-len(mine) // each) if k > 1 else 0
-
-    def held(number: int, place: int, count: int = 1) -> Span:
-        """What the mates from `place` on have for the rank of this number among mine."""
-        return tmp(number // each * p.size + number % each * k + place, count)
-
-    gone: dict[int, int] = {}  # what reads each share of the input
-    came: list[list[int]] = [[] for _ in mine]
+    k, mine, mates = len(host.mates), np.array(host.owned(host.place), np.int64), host.mates
+    room = p.size // k  # ranks for which a copy of SCRATCH has room
+    p.scratch_copies = -(-len(mine) // room) if k > 1 else 0
+    numbers = np.arange(len(mine))
+    held = numbers // room * p.size + numbers % room * k  # where in SCRATCH what mates have for each of mine begins
+    gone = np.full(p.size, -1)  # what reads each share of the input
     meeting = _meet(host.place, k)
     for place in meeting:
-        for rank in (*host.owned(place), host.mates[place]):
-            gone[rank] = p.send(0, inp(rank), host.mates[place])
-    for number, rank in enumerate(mine if k > 1 else ()):
-        gone[rank] = p.copy(2, held(number, host.place), inp(rank))
-        came[number].append(gone[rank])
+        given = np.array([*host.owned(place), mates[place]])
+        gone[given] = p.sends(0, each(inp, given), mates[place])
+    if k > 1:
+        gone[mine] = p.copies(2, each(tmp, held + host.place), each(inp, mine))
     p.copy(2, out(p.rank), inp(p.rank))
+    came = [gone[mine]]
     for place in meeting:
-        for number in range(len(mine)):
-            came[number].append(p.recv(1, held(number, place), host.mates[place]))
-        mate = host.mates[place]
-        p.recv(1, out(mate), mate, after=[gone[mate]])
-    for number, rank in enumerate(mine):
-        if k == 1:
-            gone[rank] = p.send(3, inp(rank), rank, channel=1)
-            continue
-        for first, count in runs(host.mates):
-            p.send(3, held(number, host.mates.index(first), count), rank, channel=1, after=came[number])
-    for other in host.others:
-        for first, count in runs(other):
-            read = sorted(gone[rank] for rank in range(first, first + count))
-            last = {p.steps[step].lane: step for step in read}
-            p.recv(4, out(first, count), other[host.place % len(other)], channel=1, after=last.values())
+        came.append(p.recvs(1, each(tmp, held + place), mates[place]))
+        p.recv(1, out(mates[place]), mates[place], after=[int(gone[mates[place]])])
+    if k == 1:
+        gone[mine] = p.sends(3, each(inp, mine), mine, channel=1)
+    else:
+        first, count = np.array([(mates.index(rank), count) for rank, count in runs(mates)]).T
+        parts = each(tmp, np.add.outer(held, first).ravel(), np.tile(count, len(mine)))
+        p.sends(3, parts, mine.repeat(len(count)), channel=1, after=[step.repeat(len(count)) for step in came])
+    rows = [(*run, other[host.place % len(other)]) for other in host.others for run in runs(other)]
+    first, count, peers = np.array(rows).T
+    ranks = np.concatenate(host.others)
+    own = np.isin(ranks, mine)
+    reads = [np.where(own == which, gone[ranks], -1) for which in (False, True)]  # of a lane each
+    last = [np.maximum.reduceat(read, np.cumsum(count) - count) for read in reads]
+    p.recvs(4, each(out, first, count), peers, channel=1, after=last)

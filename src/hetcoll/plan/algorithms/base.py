@@ -24,14 +24,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...errors import ArgumentError
 from ...types import REDUCING, Collective
 from ..costs import COSTS, LEVELS, Cost, Hosts, Levels
-from ..ir import Buf, Builder, Local, Op, Plan, Span, cut
+from ..ir import Buf, Builder, Local, Op, Plan, Span, Spans, cut
+from ..steps import Ints
 
 After = Iterable[int | None]
+Afters = Iterable[Ints | int | None]
+Many = Spans | Span  # one for each step, or the same of all
 SEND, RECV, RECV_REDUCE = Op.SEND, Op.RECV, Op.RECV_REDUCE  # members of an enum are slow to look up
 _INP, _OUT, _TMP = Buf
 
@@ -49,6 +54,11 @@ def out(start: int = 0, count: int = 1) -> Span:
 def tmp(start: int = 0, count: int = 1) -> Span:
     """`count` units of the communicator's scratch memory."""
     return Span(_TMP, start, count)
+
+
+def each(make: Callable[[Any], Span], start: Ints, count: Ints | int = 1) -> Spans:
+    """A span of `make` for each of several steps."""
+    return Spans(make(0).buf, start, count)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +112,44 @@ class Draft(Builder):
         """Receive from `peer` and write the reduction of that and `src` to `dst`, which may be `src`."""
         return self.add(RECV_REDUCE, lane, src, dst, peer, channel, after, None, peer in self.slow)
 
+    # The same of many steps of one lane, at once: a plan may have 65,000. Each gives their indices.
+
+    def ring(self, sign: int) -> Ints:
+        """As `after_me`, or with -1 `before_me`, for these."""
+        return (self.rank + sign * np.arange(1, self.size)) % self.size
+
+    def sends(self, lane: int, src: Many, peer: Ints | int, *, channel: int = 0, after: Afters = ()) -> Ints:
+        return self._messages(SEND, lane, src, None, peer, channel, after)
+
+    def recvs(self, lane: int, dst: Many, peer: Ints | int, *, channel: int = 0, after: Afters = ()) -> Ints:
+        return self._messages(RECV, lane, None, dst, peer, channel, after)
+
+    def recv_reduces(
+        self, lane: int, dst: Many, src: Many, peer: Ints | int, *, channel: int = 0, after: Afters = ()
+    ) -> Ints:
+        return self._messages(RECV_REDUCE, lane, src, dst, peer, channel, after)
+
+    def copies(self, lane: int, dst: Many, src: Many, *, after: Afters = ()) -> Ints:
+        return self.add_many(Op.COPY, lane, src, dst, deps=after)
+
+    def roundeds(
+        self, lane: int, dst: Callable[[Any], Span], src: Callable[[Any], Span], peers: Ints
+    ) -> tuple[Spans, Ints | None]:
+        """What may be sent to each of `peers` in place of the unit of `src` that has its number, and the steps after
+        which it is there, or -1: see `rounded`."""
+        if not self.slow:
+            return each(src, peers), None
+        far = np.isin(peers, [*self.slow])
+        ready = np.full(peers.size, -1)
+        ready[far] = self.add_many(Op.ROUND, lane, each(src, peers[far]), each(dst, peers[far]))
+        return Spans(np.where(far, dst(0).buf, src(0).buf), peers), ready
+
+    def _messages(
+        self, op: Op, lane: int, src: Many | None, dst: Many | None, peer: Ints | int, channel: int, after: Afters
+    ) -> Ints:
+        compressed = np.isin(peer, [*self.slow]) if self.slow else False
+        return self.add_many(op, lane, src, dst, peer, channel, after, compressed)
+
     def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
         """Copy `src` to `dst`, which may be the same memory: then nothing is moved."""
         return self.add(Op.COPY, lane, src=src, dst=dst, deps=after)
@@ -122,7 +170,7 @@ class Draft(Builder):
         after: After = (),
     ) -> int:
         """The vendor's collective `kind` inside this rank's island, from `src` to `dst`; see `hetcoll.plan.Local`."""
-        last = {self.steps[step].lane: step for step in sorted(s for s in after if s is not None)}
+        last = {self.lanes[step]: step for step in sorted(s for s in after if s is not None)}
         what = Local(kind, root, tuple(parts))
         return self.add(Op.LOCAL, lane, src=src, dst=dst, deps=last.values(), local=what)
 
@@ -143,7 +191,7 @@ class Draft(Builder):
         """The plan of the steps so far. `Algorithm.build` calls it."""
         send_units, recv_units = _units(self.collective, self.size, self.units, self.pieces)
         return Plan(
-            self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
+            self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, self.steps,
             self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
             self.apart, self.compress, self.staged, self.stretches, self.redundant, self.ordered,
             self.equal,

@@ -9,9 +9,12 @@ shorter distance, which is why nothing can deadlock even without buffers.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...types import Collective
 from ..ir import Span
-from .base import Draft, inp, out, register, tmp
+from ..steps import Ints
+from .base import Draft, each, inp, out, register, tmp
 
 
 @register(Collective.ALLREDUCE, "oneshot", ordered=True)
@@ -22,9 +25,7 @@ def oneshot_allreduce(p: Draft) -> None:
     reductions commute bit for bit where there is one NaN.
     """
     n, r, p.redundant = p.size, p.rank, True
-    sent = None
-    for peer in p.others():
-        sent = p.send(0, inp(), peer)
+    sent = int(p.sends(0, inp(), np.array(p.others()))[-1])
     if n == 2:
         p.credits, p.apart = 1, True  # in place both overwrite what they send: a message must fit between
         p.scaled(2, out(), p.recv_reduce(1, out(), inp(), 1 - r, after=[sent]))
@@ -33,39 +34,45 @@ def oneshot_allreduce(p: Draft) -> None:
     p.scaled(2, out(), in_rank_order(p, 1, out(), inp(), tmp(), sent))
 
 
-def in_rank_order(p: Draft, lane: int, result: Span, own: Span, held: Span, sent: int | None = None) -> int | None:
-    """`result` gets the sum of my term `own` and of a message of each other rank, added in rank order.
+def in_rank_order(p: Draft, lane: int, result: Span, mine: Span, held: Span, sent: int | None = None) -> int | None:
+    """`result` gets the sum of my term `mine` and of a message of each other rank, added in rank order.
 
     `held` is where the sum grows before it is whole: it may be `result` on ranks 0 and 1, whose own term is among the
     first two, which may be swapped. `result` is written after `sent`.
     """
-    last, r, total, done = p.size - 1, p.rank, own if p.rank < 2 else held, None
+    last, r = p.size - 1, p.rank
     if r > 1:
         p.recv(lane, held, 0)
-    for peer in range(int(r > 1), p.size):
-        if peer == r and r > 1:
-            done = p.reduce(lane, held, own)
-        elif peer != r:
-            total_to, after = (result, [sent]) if peer == last else (held, [])
-            done = p.recv_reduce(lane, total_to, total, peer, after=after)
-            total = held
-    return p.copy(lane, result, held, after=[sent]) if r == last and held != result else done
+        p.recv_reduces(lane, held, held, np.arange(1, r))
+        own, rest = held, np.arange(r + 1, p.size)
+        done = p.reduce(lane, held, mine)
+        if r == last:
+            return p.copy(lane, result, held, after=[sent]) if held != result else done
+    else:
+        own, rest = mine, np.array(p.others())
+    if len(rest) > 1:
+        p.recv_reduce(lane, held, own, int(rest[0]))
+        p.recv_reduces(lane, held, held, rest[1:-1])
+        own = held
+    return p.recv_reduce(lane, result, own, int(rest[-1]), after=[sent])
 
 
 def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
     """Channel 0, lanes 0, 1 and 5: everyone sends unit q of its input to q; `result` gets the sum of my unit `own`."""
     p.scratch_copies = int(p.compress and p.collective is Collective.REDUCE_SCATTER)
-    for peer in p.after_me():
-        sent, ready = p.rounded(5, tmp(peer) if p.scratch_copies else out(peer), inp(peer), None, [peer])
-        p.send(0, sent, peer, after=[ready])
+    peers = p.ring(1)
+    sent, ready = p.roundeds(5, tmp if p.scratch_copies else out, inp, peers)
+    p.sends(0, sent, peers, after=[ready])
     if p.ordered:
         p.scratch_copies = int(p.size > 2)
         return in_rank_order(p, 1, result, own, result if p.rank < 2 else tmp(p.rank))
-    reduced = None
-    for peer in p.before_me():
-        reduced = p.recv_reduce(1, result, own, peer)
-        own = result
-    return reduced
+    return _added(p, 1, result, own, p.ring(-1))
+
+
+def _added(p: Draft, lane: int, result: Span, own: Span, peers: Ints) -> int:
+    """`result` gets the sum of `own` and of a message of each of `peers`, one after another."""
+    first = p.recv_reduce(lane, result, own, int(peers[0]))
+    return first if p.size == 2 else int(p.recv_reduces(lane, result, result, peers[1:])[-1])
 
 
 @register(Collective.ALLREDUCE, "direct", compresses=True, ordered=True, turns=True)
@@ -75,11 +82,8 @@ def allreduce(p: Draft) -> None:
     mine = out(p.rank)
     ready = p.scaled(4, mine, _reduce_own(p, mine, inp(p.rank)))
     _, ready = p.rounded(6, mine, mine, ready, p.others())
-    for peer in p.after_me():
-        p.send(2, mine, peer, channel=1, after=[ready])
-        ready = None
-    for peer in p.before_me():
-        p.recv(3, out(peer), peer, channel=1)
+    p.sends(2, mine, p.ring(1), channel=1, after=[ready])
+    p.recvs(3, each(out, p.ring(-1)), p.ring(-1), channel=1)
 
 
 @register(Collective.REDUCE_SCATTER, "direct", compresses=True, ordered=True, turns=True)
@@ -91,10 +95,8 @@ def reduce_scatter(p: Draft) -> None:
 @register(Collective.ALLGATHER, "direct", turns=True)
 def allgather(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
-    for peer in p.after_me():
-        p.send(0, inp(), peer)
-    for peer in p.before_me():
-        p.recv(1, out(peer), peer)
+    p.sends(0, inp(), p.ring(1))
+    p.recvs(1, each(out, p.ring(-1)), p.ring(-1))
     p.copy(2, out(p.rank), inp())
 
 
@@ -104,8 +106,7 @@ def broadcast(p: Draft) -> None:
     if p.rank != p.root:
         p.recv(0, out(), p.root)
         return
-    for peer in p.after_me():
-        p.send(0, inp(), peer)
+    p.sends(0, inp(), p.ring(1))
 
 
 @register(Collective.REDUCE, "direct", ordered=True)
@@ -118,11 +119,7 @@ def reduce(p: Draft) -> None:
         p.scratch_copies = int(p.rank > 1)
         p.scaled(1, out(), in_rank_order(p, 0, out(), inp(), out() if p.rank < 2 else tmp()))
         return
-    total, reduced = inp(), None
-    for peer in p.after_me():
-        reduced = p.recv_reduce(0, out(), total, peer)
-        total = out()
-    p.scaled(1, out(), reduced)
+    p.scaled(1, out(), _added(p, 0, out(), inp(), p.ring(1)))
 
 
 @register(Collective.GATHER, "direct")
@@ -131,8 +128,7 @@ def gather(p: Draft) -> None:
     if p.rank != p.root:
         p.send(0, inp(), p.root)
         return
-    for peer in p.after_me():
-        p.recv(0, out(peer), peer)
+    p.recvs(0, each(out, p.ring(1)), p.ring(1))
     p.copy(1, out(p.root), inp())
 
 
@@ -142,8 +138,7 @@ def scatter(p: Draft) -> None:
     if p.rank != p.root:
         p.recv(0, out(), p.root)
         return
-    for peer in p.after_me():
-        p.send(0, inp(peer), peer)
+    p.sends(0, each(inp, p.ring(1)), p.ring(1))
     p.copy(1, out(), inp(p.root))
 
 
@@ -151,7 +146,5 @@ def scatter(p: Draft) -> None:
 def barrier(p: Draft) -> None:
     """Everyone tells everyone: 1 hop, n-1 empty messages a rank. One lane, so an empty message must fit between."""
     p.credits = 1
-    for peer in p.after_me():
-        p.send(0, inp(), peer)
-    for peer in p.before_me():
-        p.recv(0, out(), peer)
+    p.sends(0, inp(), p.ring(1))
+    p.recvs(0, out(), p.ring(-1))

@@ -41,7 +41,7 @@ def p2p(size: int, rank: int, sends: Sequence[int], recvs: Sequence[int]) -> Pla
         raise ArgumentError(f"rank {rank} sends itself {len(given)} messages but receives {len(taken)} from itself")
     for i, j in zip(given, taken, strict=True):
         plan.add(Op.COPY, len(used), src=Span(Buf.SEND, i), dst=Span(Buf.RECV, j))
-    return Plan(Collective.P2P, "p2p", size, rank, len(sends), len(recvs), tuple(plan.steps))
+    return Plan(Collective.P2P, "p2p", size, rank, len(sends), len(recvs), plan.steps)
 
 
 def _lane(distance: int) -> int:

@@ -6,8 +6,10 @@ round k, which works for any n.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...types import Collective
-from .base import Draft, inp, out, register
+from .base import Draft, each, inp, out, register
 
 
 @register(Collective.ALLTOALL, "pairwise")
@@ -17,10 +19,8 @@ def alltoall(p: Draft) -> None:
     In place, what goes to a peer and what comes from it share their memory, so a message must fit between.
     """
     p.credits, p.apart = 1, True
-    for k in range(p.size):
-        peer = (k - p.rank) % p.size
-        if peer == p.rank:
-            p.copy(2, out(peer), inp(peer))
-        else:
-            sent = p.send(0, inp(peer), peer)
-            p.recv(1, out(peer), peer, after=[sent])
+    meeting = (np.arange(p.size) - p.rank) % p.size
+    peers = meeting[meeting != p.rank]
+    sent = p.sends(0, each(inp, peers), peers)
+    p.recvs(1, each(out, peers), peers, after=[sent])
+    p.copy(2, out(p.rank), inp(p.rank))

@@ -8,34 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from ...types import Collective
 from ..ir import Span
-from .base import Draft, inp, out, register, tmp
+from .base import Draft, each, inp, out, register, tmp
 
 
 def _reduce_phase(p: Draft, partial: Callable[[int], Span], result: Span) -> int:
     """n-1 steps, channel 0, lanes 0 and 1: unit u starts at rank u+1 and comes to its owner u, growing on its way."""
     n, r = p.size, p.rank
     left, right = (r - 1) % n, (r + 1) % n
-    held, grown = inp(left), None
-    for s in range(2, n + 1):
-        got = (r - s) % n
-        p.send(0, held, right, after=[grown])
-        held = result if got == r else partial(got)
-        grown = p.recv_reduce(1, held, inp(got), left)
-    assert grown is not None
-    return grown
+    p.send(0, inp(left), right)
+    got = (r - np.arange(2, n)) % n
+    grown = p.recv_reduces(1, each(partial, got), each(inp, got), left)
+    p.sends(0, each(partial, got), right, after=[grown])
+    return p.recv_reduce(1, result, inp(r), left)
 
 
 def _gather_phase(p: Draft, own: Span, ready: int | None, *, lane: int, channel: int) -> None:
     """n-1 steps, lanes `lane` and `lane + 1`: unit u goes from its owner u once round the ring."""
     n, r = p.size, p.rank
     left, right = (r - 1) % n, (r + 1) % n
-    held = own
-    for s in range(1, n):
-        p.send(lane, held, right, channel=channel, after=[ready])
-        held = out((r - s) % n)
-        ready = p.recv(lane + 1, held, left, channel=channel)
+    p.send(lane, own, right, channel=channel, after=[ready])
+    got = each(out, (r - np.arange(1, n - 1)) % n)
+    came = p.recvs(lane + 1, got, left, channel=channel)
+    p.sends(lane, got, right, channel=channel, after=[came])
+    p.recv(lane + 1, out(right), left, channel=channel)
 
 
 @register(Collective.ALLREDUCE, "ring", turns=True)

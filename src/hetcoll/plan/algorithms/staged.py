@@ -10,7 +10,7 @@ stretch goes through the same place: short enough for the caches, and long enoug
 from __future__ import annotations
 
 from ...types import Collective
-from .base import Draft, inp, out, register, tmp
+from .base import Draft, each, inp, out, register, tmp
 
 _STRETCH_BYTES = 2 << 20
 _MOST_STRETCHES = 64
@@ -31,14 +31,9 @@ def allreduce(p: Draft) -> None:
         begin, place = n * k, n * k if k == last else 0
         mine = tmp(place + p.rank)
         copied = p.copy(0, tmp(place, n), inp(begin, n), after=read if k < last else ())
-        for peer in p.after_me():
-            given = p.send(1, tmp(place + peer), peer, after=[copied])
-        reduced = copied
-        for peer in p.before_me():
-            reduced = p.recv_reduce(2, mine, mine, peer, after=[copied])
-        total = p.scaled(3, mine, reduced)
-        for peer in p.after_me():
-            shown = p.send(4, mine, peer, channel=1, after=[total])
-        for peer in p.before_me():
-            p.recv(5, out(begin + peer), peer, channel=1)
-        read = [given, shown, p.copy(6, out(begin + p.rank), mine, after=[total])]
+        given = p.sends(1, each(tmp, place + p.ring(1)), p.ring(1), after=[copied])
+        reduced = p.recv_reduces(2, mine, mine, p.ring(-1), after=[copied])
+        total = p.scaled(3, mine, int(reduced[-1]))
+        shown = p.sends(4, mine, p.ring(1), channel=1, after=[total])
+        p.recvs(5, each(out, begin + p.ring(-1)), p.ring(-1), channel=1)
+        read = [int(given[-1]), int(shown[-1]), p.copy(6, out(begin + p.rank), mine, after=[total])]

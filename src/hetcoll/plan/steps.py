@@ -1,0 +1,256 @@
+"""The steps of a plan, one by one and in columns.
+
+A step is an object to whoever draws one or looks at it. Plans of many peers have 65,000, nearly all of them like their
+neighbours but for a peer and a unit: those are drawn, compared and encoded as `Columns`, and are objects only where
+somebody looks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Final, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..types import Collective
+
+MOST_NUMBERS = 1 << 61  # units from which on NumPy's integers do not do
+Ints = NDArray[np.int64]
+Numbers = NDArray[Any]
+"""Units: of int64, or Python's own integers where some do not fit."""
+
+
+class Buf(IntEnum):
+    """Which memory a span lies in."""
+
+    SEND = 0
+    RECV = 1
+    SCRATCH = 2
+
+
+class Op(IntEnum):
+    """What a step does. There are no fused operations: fusing is the engine's business."""
+
+    SEND = 0  # src -> peer
+    RECV = 1  # peer -> dst
+    RECV_REDUCE = 2  # dst = src (+) what the peer sent; src may be dst
+    COPY = 3  # dst = src
+    REDUCE = 4  # dst = dst (+) src
+    SCALE = 5  # dst = dst / number of ranks (AVG)
+    LOCAL = 6  # a vendor collective inside the island
+    ROUND = 7  # dst = src as a compressed edge carries it, with what was lost at the last call added first
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Span:
+    """`count` units of `buf` from unit `start` on. Never changed, as a `Step`.
+
+    SCRATCH consists of whole copies of the buffer that `Plan.scratch_like` names: unit `k * units + i` is unit `i`
+    of copy `k`. A span never crosses from one copy into the next.
+    """
+
+    buf: Final[Buf]
+    start: Final[int]
+    count: Final[int] = 1
+
+    def __str__(self) -> str:
+        return f"{self.buf.name.lower()}[{self.start}:{self.start + self.count}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Which collective a LOCAL step is. All members of the rank's island take part, also those it gives nothing to do.
+
+    `root` is a rank, for a rooted collective. `parts` has one span, or None for nothing, for each member of the island
+    in its order. Who has which spans:
+
+    ==============  ============================================================================
+    ALLREDUCE       src, dst on everyone
+    REDUCE          src on everyone; dst on the root
+    BROADCAST       src on the root; dst on the others
+    ALLGATHER       src: what I give; parts: where I put what each member gives (mine may be src)
+    REDUCE_SCATTER  parts: my terms of what each member gets; dst: what I get (may be my part)
+    GATHER          src: what I give; parts on the root: where it puts what each member gives
+    SCATTER         parts on the root: what it gives each member; dst: what I get
+    ALLTOALL        parts: what I send to each member, then where I put what each sends; for several messages, either
+                    half has a row of members for each
+    ==============  ============================================================================
+
+    Reductions are those of the call, except that of an average they are the sum. Vendor libraries have calls for equal
+    parts that lie side by side in the order of members; everything else is a group of rooted calls.
+    """
+
+    kind: Collective
+    root: int = -1
+    parts: tuple[Span | None, ...] = ()
+
+    def __str__(self) -> str:
+        root = f" root {self.root}" if self.root >= 0 else ""
+        parts = " of " + ",".join("-" if part is None else str(part) for part in self.parts) if self.parts else ""
+        return self.kind.label + root + parts
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Step:
+    """One step. `deps` are indices into the same plan's steps. LOCAL steps of a rank are all in one lane.
+
+    Never changed: the type checker sees to it, as a plan may have 100,000 steps, and a frozen one takes 4 times as long
+    to make.
+    """
+
+    op: Final[Op]
+    lane: Final[int]
+    src: Final[Span | None] = None
+    dst: Final[Span | None] = None
+    peer: Final[int] = -1
+    channel: Final[int] = 0
+    deps: Final[tuple[int, ...]] = ()
+    local: Final[Local | None] = None
+    compressed: Final[bool] = False
+
+    @property
+    def lends(self) -> bool:
+        """Whether it is a send whose `src` a receiver may read where it lies: not where codes of it travel."""
+        return self.op is Op.SEND and not self.compressed
+
+    def __str__(self) -> str:
+        parts = [f"{self.lane}:{self.op.name.lower()}"]
+        if self.local is not None:
+            parts.append(str(self.local))
+        if self.src is not None:
+            parts.append(str(self.src))
+        if self.dst is not None:
+            parts.append(f"-> {self.dst}")
+        if self.peer >= 0:
+            parts.append(f"peer {self.peer}" + (f" channel {self.channel}" if self.channel else ""))
+        if self.compressed:
+            parts.append("compressed")
+        if self.deps:
+            parts.append("after " + ",".join(map(str, self.deps)))
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A span for each of several steps: an array has one for each, a number is that of all."""
+
+    buf: Buf | Ints
+    start: Numbers | int
+    count: Numbers | int = 1
+
+
+class Columns(Sequence[Step]):
+    """Steps, and what each has in the same row of an array.
+
+    Parameters
+    ----------
+    fields
+        A row each for op, lane, peer, channel and whether it is compressed; a column for each step.
+    src, dst
+        Three rows: buffer, which is -1 where there is no span, start and count.
+    deps, ends
+        Step i waits for ``deps[ends[i] : ends[i + 1]]``.
+    locals
+        By step.
+    """
+
+    PEER = 2  # the row of `fields`
+
+    def __init__(
+        self, fields: Ints, src: Numbers, dst: Numbers, deps: Ints, ends: Ints, locals: dict[int, Local]
+    ) -> None:
+        self.fields, self.src, self.dst, self.deps, self.ends, self.locals = fields, src, dst, deps, ends, locals
+        self.op, self.lane, self.peer, self.channel, self.compressed = fields
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Columns:
+        """The columns of any steps."""
+        if isinstance(steps, Columns):
+            return steps
+        rows = [(s.op, s.lane, s.peer, s.channel, s.compressed, *_row(s.src), *_row(s.dst)) for s in steps]
+        table, locals = _table(rows, 11), {i: step.local for i, step in enumerate(steps) if step.local is not None}
+        deps = [d for step in steps for d in step.deps]
+        ends = np.fromiter(accumulate((len(step.deps) for step in steps), initial=0), np.int64, len(steps) + 1)
+        return cls(table[:5].astype(np.int64), table[5:8], table[8:], np.array(deps, np.int64), ends, locals)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Columns]) -> Columns:
+        """The steps of all parts; their deps are numbers of steps of the whole already."""
+        if len(parts) == 1:
+            return parts[0]
+        steps, waits, ends, locals = 0, 0, [_NONE], dict[int, Local]()
+        for part in parts:
+            ends.append(part.ends[1:] + waits)
+            locals |= {steps + i: local for i, local in part.locals.items()}
+            steps, waits = steps + len(part), waits + len(part.deps)
+        rows = zip(*((part.fields, part.src, part.dst, part.deps) for part in parts), strict=True)
+        fields, src, dst, deps = (np.concatenate(each, axis=-1) for each in rows)
+        return cls(fields, src, dst, deps, np.concatenate(ends), locals)
+
+    @cached_property
+    def parts(self) -> Numbers:
+        """The spans of LOCAL steps, as in `src`, one step's after another's."""
+        return _table([_row(part) for local in self.locals.values() for part in local.parts], 3)
+
+    @cached_property
+    def _steps(self) -> tuple[Step, ...]:
+        """As objects."""
+        ops, lanes, peers, channels, compressed = self.fields.tolist()
+        deps = self.deps.tolist()
+        after = [tuple(deps[a:b]) if a < b else () for a, b in pairwise(self.ends.tolist())]
+        locals = map(self.locals.get, range(len(self))) if self.locals else [None] * len(self)
+        rows = zip(
+            ops, lanes, _spans(self.src), _spans(self.dst), peers, channels, after, locals, compressed, strict=True
+        )
+        return tuple(
+            [
+                Step(_OPS[op], lane, src, dst, peer, channel, deps, local, bool(codes))
+                for op, lane, src, dst, peer, channel, deps, local, codes in rows
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._steps)
+
+    @overload
+    def __getitem__(self, at: int) -> Step: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Step, ...]: ...
+    def __getitem__(self, at: int | slice) -> Step | tuple[Step, ...]:
+        return self._steps[at]
+
+    def __eq__(self, other: object) -> bool:
+        return self._steps == (other._steps if isinstance(other, Columns) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._steps)
+
+
+_NONE = np.zeros(1, np.int64)
+_OPS, _BUFS = tuple(Op), tuple(Buf)
+
+
+def _row(span: Span | None) -> tuple[int, int, int]:
+    return (-1, 0, 0) if span is None else (span.buf, span.start, span.count)
+
+
+def _table(rows: Sequence[tuple[int, ...]], width: int) -> Numbers:
+    """An array of these columns."""
+    pack = struct.Struct(f"{width}q").pack  # of short rows NumPy takes longer
+    try:
+        return np.frombuffer(b"".join([pack(*row) for row in rows]), np.int64).reshape(-1, width).T
+    except struct.error:
+        return np.array(rows, np.object_).T
+
+
+def _spans(table: Numbers) -> list[Span | None]:
+    return [None if buf < 0 else Span(_BUFS[buf], start, count) for buf, start, count in table.T.tolist()]
