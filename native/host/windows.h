@@ -9,8 +9,8 @@
 // when it is registered, straight to its place. The owner looks at nothing else of that peer until it is whole. A get
 // says where what it asks for may be written, and a put that comes behind waits until the window was read.
 //
-// Memory may be a device's: then pieces pass through pinned memory (staging.h), and a request is answered when the last
-// copy of it has ended.
+// Memory may be a device's: then pieces that NICs do not read or write where they lie pass through pinned memory
+// (staging.h), and a request is answered when the last copy of it has ended.
 #pragma once
 
 #include <poll.h>

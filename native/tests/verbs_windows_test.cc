@@ -377,8 +377,9 @@ void ClosedWhileRead() {
 
 // What is checked goes through rings, and is checked there.
 void CheckedPuts() {
-  for (const Integrity integrity : {Integrity::kSampled, Integrity::kAll}) {
-    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .integrity = integrity});
+  for (const unsigned turn : {0, 1, 2, 3}) {
+    const Integrity integrity = turn % 2 == 0 ? Integrity::kSampled : Integrity::kAll;
+    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .integrity = integrity}, turn < 2 ? 0 : 3);
     const std::vector<Piece> pieces = Shuffled(1);
     for (unsigned round = 0; round < 4; ++round) {
       const Bytes src = Pattern(kBytes, round);

@@ -108,14 +108,15 @@ def windows(comm: hetcoll.Communicator, host: int, refused: int) -> str:
     device, count = device_of_rank(comm.rank), PIECE * PIECES
     nbytes = 4 * count
     own, early, plain = arrays = [DeviceArray.of(device, np.full(count, 2 + i, np.float32)) for i in range(3)]
-    for array in arrays if refused < 0 else ():
-        fakes.seal(array.ptr)
     at, order = np.arange(PIECES) * PIECE, np.random.default_rng(1).permutation(PIECES) * PIECE
     mine = np.full(count, 2, np.float32) if comm.rank == host else own
     zeros, last, seen = np.zeros(count, np.float32), comm.rank == 1, mine if comm.rank == host else own
     with comm.window(mine) as window, comm.register(early if refused != comm.rank else zeros):
+        for array in arrays if refused < 0 else ():  # what is registered
+            fakes.seal(array.ptr)
         for number, array in enumerate(arrays):
             once = nbytes if array is plain else 0  # what is copied
+            few = FEW + (0 if array is not plain and host < 0 else nbytes // 10)  # some of the host's is checked
 
             def put(array: DeviceArray = array) -> None:
                 window.put(array, 1, order, src_offset=at, count=PIECE, signal=0)
@@ -129,9 +130,10 @@ def windows(comm: hetcoll.Communicator, host: int, refused: int) -> str:
             if refused == 1:
                 assert direct == lent == 0, found
             elif last:
-                assert copied <= FEW, found
+                assert copied <= few, found
             else:
-                assert (direct, lent) == (nbytes, nbytes - once), found
+                assert direct >= nbytes - few + FEW, found
+                assert lent == nbytes - once, found
                 assert staged - once <= FEW, found
             if last:
                 window.wait_signal(0, number + 1)
@@ -140,10 +142,11 @@ def windows(comm: hetcoll.Communicator, host: int, refused: int) -> str:
             if refused == 1:
                 assert direct == lent == 0, found
             elif last:
-                assert direct == lent == nbytes - once, found
+                assert direct >= nbytes - once - few + FEW, found
+                assert lent == nbytes - once, found
                 assert staged - once <= FEW, found
             else:
-                assert copied - once <= FEW, found
+                assert copied - once <= few, found
         comm.barrier()
     (told,) = [path for path in comm.explain("allreduce", 1).paths if path.startswith("windows")] or [""]
     return told

@@ -80,7 +80,7 @@ void VerbsLink::DriveOnce() {
   if (state_ == State::kUp) {
     if (AllBuried()) ReadWords();
     PollRails();
-    if (outbox_.resending()) outbox_.Resend(AllBuried());
+    if (outbox_.resending() || outbox_.copying()) outbox_.Resend(AllBuried());
     if (unposted_ > 0) PostClearToSends();
   }
   if (state_ == State::kSwitch && control_socket_.Flush()) GoOverTcp();

@@ -71,7 +71,7 @@ std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* d
   if (device_ || (m.may_lend && (m.total >= kVerbsLendBytes || m.into != nullptr)))
     region = regions_.Find(data - at, m.total, nics_);
   if (device_ && region == nullptr) throw Fault(FaultKind::kSystem, -1, "verbs: a GPU's memory is not registered");
-  if (m.device && (region == nullptr || checks_)) return kOutOfReach;
+  if (m.device && region == nullptr) return kOutOfReach;
   Frame* frame = nullptr;
   Rail* rail = Pick(n, frame);
   if (rail == nullptr) return kWouldBlock;

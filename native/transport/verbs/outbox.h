@@ -48,7 +48,7 @@ class Outbox {
          BounceBuffer* bounce, Integrity integrity);
   ~Outbox();
 
-  // As SendEnd's. kWouldBlock: no rail has room. What is checked is no device's memory.
+  // As SendEnd's. kWouldBlock: no rail has room.
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
   // The same over the control socket, once all rails are lost and what they carried has gone again: that has room for
   // few frames, and the peer takes the oldest first.
