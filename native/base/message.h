@@ -23,7 +23,8 @@ inline constexpr int kMaxRails = 8;  // of a link over RDMA
 
 // Where in a peer's memory this rank may write over RDMA, and the key for each rail.
 struct Placement {
-  std::uint64_t address = 0;  // 0: nowhere
+  std::uint64_t given = 0;    // or it may write nowhere
+  std::uint64_t address = 0;  // of a dma-buf's memory, which may begin at 0
   std::uint32_t rkeys[kMaxRails] = {};
 };
 
@@ -37,7 +38,8 @@ struct Message {
   bool gives = false;      // the sender reads it no more: a sum of it may be written where it lies
   bool revocable = false;  // its receiver may take the memory for it back meanwhile: no clear-to-send
   bool answered = false;   // what it is a part of is answered as a whole: what is lent need not be given back before
-  // Of a sender: where its first byte may be written. Of a receiver: not null where that was allowed.
+  bool device = false;     // it lies in a device's memory, which no processor touches
+  // Of a sender: where its first byte may be written. Of a receiver, where that was allowed: its place, as named here.
   const Placement* into = nullptr;
 };
 

@@ -158,7 +158,13 @@ class Engine {
     }
   }
 
-  // See Windows.
+  // See Windows. Links over RDMA have it copy, too.
+  void UseCopier(const std::shared_ptr<Copier>& copier, std::span<std::byte> pinned) {
+    AskWindows([&](Windows& windows) {
+      windows.UseCopier(copier, pinned);
+      if (verbs_ != nullptr) verbs_->regions().copier = copier;
+    });
+  }
   void RevokeWindow(std::uint32_t id) {
     AskWindows([&](Windows& windows) { windows.Revoke(links_, id); });
   }

@@ -129,14 +129,14 @@ std::shared_ptr<Transfer> Windows::ToSelf(std::uint32_t id, std::byte* memory, s
 
 bool Windows::Take(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved) {
   return TakeTo(
-      links, port, in, total, moved, [&](std::size_t left) { return std::span(dst + in.at, left); },
+      links, port, in, dst, total, moved, [&](std::size_t left) { return std::span(dst + in.at, left); },
       [](std::size_t) {});
 }
 
 bool Windows::Sink(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved) {
   sink_.resize(kSinkBytes);
   return TakeTo(
-      links, port, in, total, moved,
+      links, port, in, sink_.data(), total, moved,
       [&](std::size_t left) { return std::span(sink_).first(std::min(left, kSinkBytes)); }, [](std::size_t) {});
 }
 
@@ -332,7 +332,7 @@ bool Windows::Pass(Links& links) {
     }
     Peer& p = peers_[static_cast<std::size_t>(peer)];
     if (p.lent >= 0 && links.tx(peer, kAnswers).end->Lent() == 0) {
-      p.lent = -1;
+      HasGivenBack(p);
       moved = true;
     }
     moved |= Serve(links, peer);

@@ -9,8 +9,8 @@
 // when it is registered, straight to its place. The owner looks at nothing else of that peer until it is whole. A get
 // says where what it asks for may be written, and a put that comes behind waits until the window was read.
 //
-// Memory may be a device's: then pieces pass through pinned memory (staging.h), and a request is answered when the last
-// copy of it has ended.
+// Memory may be a device's: then pieces that NICs do not read or write where they lie pass through pinned memory
+// (staging.h), and a request is answered when the last copy of it has ended.
 #pragma once
 
 #include <poll.h>
@@ -180,7 +180,7 @@ class Windows {
   struct Part {  // a message
     const std::byte* data;
     std::size_t nbytes;
-    bool lends;  // it lies still until it was read
+    bool lends;  // it lies still until it was read: of a device's, where it goes straight
     bool device = false;
     std::uint64_t place = 0;  // behind the Placement
   };
@@ -191,6 +191,7 @@ class Windows {
     std::size_t next = 0;
     std::int64_t window = -1;  // whose memory the parts after the first are
     bool device = false;       // some parts are
+    bool straight = false;     // and NICs may read these, and write them at `into`, as far as is known: not staged
     bool holds = false;        // what comes behind it waits until what it gets was read, or what it asks is answered
     bool exposes = false;      // its last part, before it is sent
     Placement into = {};       // where its parts go, if that is known
@@ -287,10 +288,11 @@ class Windows {
   void Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id, const Placement& into = {});
   void Queue(int peer, int channel, Item item);
   bool Send(Links& links, int peer, int channel);
-  // More of the message that is due, to memory that `room` gives for at most so many bytes of it; `took` is told how
-  // many came. Whether that was all of it.
+  // More of the message that is due at `dst`, to memory that `room` gives for at most so many bytes of it; `took` is
+  // told how many came. What a NIC wrote to `dst` needs neither. Whether that was all of it.
   template <class Room, class Took>
-  bool TakeTo(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved, Room&& room, Took&& took);
+  bool TakeTo(Links& links, Port<RecvEnd>& port, Inbound& in, const std::byte* dst, std::size_t total, bool& moved,
+              Room&& room, Took&& took);
   bool Take(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved);
   bool Sink(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved);
   bool Land(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved);
@@ -307,6 +309,8 @@ class Windows {
   }
   bool Ready(Item& item);
   void Stage(int peer, int channel);
+  void StageRest(int peer, int channel);
+  void HasGivenBack(Peer& peer);
   void KeepRest(int peer, std::size_t index);
   std::shared_ptr<Transfer> PutSeen(std::uint32_t id, int peer, const std::byte* src, std::span<const Piece> pieces,
                                     int signal, const Where& where);
@@ -343,18 +347,26 @@ class Windows {
 };
 
 template <class Room, class Took>
-bool Windows::TakeTo(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved, Room&& room,
-                     Took&& took) {
+bool Windows::TakeTo(Links& links, Port<RecvEnd>& port, Inbound& in, const std::byte* dst, std::size_t total,
+                     bool& moved, Room&& room, Took&& took) {
   Message m = MessageOf(in.number, total, false);
-  static constexpr Placement kAllowed;
-  if (in.phase == Phase::kRuns && in.placed) m.into = &kAllowed;
+  const Placement place{1, reinterpret_cast<std::uintptr_t>(dst), {}};
+  if (in.phase == Phase::kRuns && in.placed) m.into = &place;
   for (;;) {
-    const std::span<std::byte> to = room(total - in.at);
-    if (to.empty() && total > 0) return false;
-    const std::ptrdiff_t n = port.end->Pull(m, in.at, to.data(), to.size(), false);
+    View there{nullptr, 0};
+    if (m.into != nullptr) there = port.end->Peek(m, in.at, total - in.at);
+    std::ptrdiff_t n = there.n;
     if (n == kWouldBlock) return false;
+    if (n > 0 && there.data == dst + in.at) {
+      port.end->Consume(static_cast<std::size_t>(n));
+    } else {
+      const std::span<std::byte> to = room(total - in.at);
+      if (to.empty() && total > 0) return false;
+      n = port.end->Pull(m, in.at, to.data(), to.size(), false);
+      if (n == kWouldBlock) return false;
+      took(static_cast<std::size_t>(n));
+    }
     moved = true;
-    took(static_cast<std::size_t>(n));
     in.at += static_cast<std::size_t>(n);
     port.taken += static_cast<std::uint64_t>(n);
     links.Touch(port);

@@ -84,7 +84,7 @@ void Windows::Stage(int peer, int channel) {
   Outlet& outlet = OutletOf(peer, channel);
   while (out.staged_item < out.items.size()) {
     Item& item = out.items[out.staged_item];
-    if (!Ready(item)) break;
+    if (!Ready(item) || item.straight) break;
     for (; item.device && out.staged_part < item.parts.size(); ++out.staged_part, out.staged_at = 0) {
       const Part& part = item.parts[out.staged_part];
       while (part.device && out.staged_at < part.nbytes) {
@@ -99,10 +99,21 @@ void Windows::Stage(int peer, int channel) {
   outlet.Mark();
 }
 
+// What is still to be sent of the first item does not go straight.
+void Windows::StageRest(int peer, int channel) {
+  Outbound& out = peers_[static_cast<std::size_t>(peer)].out[static_cast<std::size_t>(channel)];
+  Item& item = out.items.front();
+  if (std::exchange(item.straight, false)) {  // nothing was staged, here or behind it
+    out.staged_part = item.next;
+    out.staged_at = out.at;
+  }
+  Stage(peer, channel);
+}
+
 // Takes more of the message that is due to the device's memory, as `Take` does to the host's.
 bool Windows::Land(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved) {
   return TakeTo(
-      links, port, in, total, moved, [&](std::size_t left) { return device_->inlet.Room(left); },
+      links, port, in, dst, total, moved, [&](std::size_t left) { return device_->inlet.Room(left); },
       [&](std::size_t n) { device_->inlet.Land(dst + in.at, n); });
 }
 
@@ -300,6 +311,14 @@ void Windows::CloseDevice(std::uint32_t id, Window& window) {
   } catch (const Fault& fault) {
     device_->fault = fault;
   }
+}
+
+// No NIC reads the window that was lent to answer this peer; a device may still copy out of it, for a link without
+// rails.
+void Windows::HasGivenBack(Peer& peer) {
+  Window& window = windows_.at(static_cast<std::uint32_t>(peer.lent));
+  if (window.device) window.last[static_cast<std::size_t>(Way::kOut)] = device_->copier->Mark(Way::kOut);
+  peer.lent = -1;
 }
 
 bool Windows::Settled(std::uint32_t id) {

@@ -38,7 +38,7 @@ void Windows::ExposeFor(Links& links, Item& item) {
   if (Disjoint(runs)) {
     where = links.rx(transfer.peer, kAnswers).end->Expose(transfer.base + first, end - first);
   }
-  transfer.exposes = where.address != 0;
+  transfer.exposes = where.given != 0;
   if (transfer.exposes) where.address -= first;
   std::memcpy(item.own.data() + item.own.size() - sizeof where, &where, sizeof where);
   item.exposes = false;
@@ -65,14 +65,12 @@ void Windows::Allow(Links& links, int peer) {
   Allowed allowed{static_cast<std::uint32_t>(in.refusal), 0, {}};
   if (in.refusal == Refusal::kNone) {
     const Window& window = *Find(in.head.id);
-    if (!window.device && Disjoint(in.runs)) {
-      allowed.into = links.rx(peer, kRequests).end->Expose(window.base, window.nbytes);
-    }
+    if (Disjoint(in.runs)) allowed.into = links.rx(peer, kRequests).end->Expose(window.base, window.nbytes);
     in.phase = Phase::kRuns;
   } else {
     counts_.refused += in.runs.size();
   }
-  in.placed = in.exposed = allowed.into.address != 0;
+  in.placed = in.exposed = allowed.into.given != 0;
   Item item;
   item.own.resize(sizeof allowed);
   std::memcpy(item.own.data(), &allowed, sizeof allowed);
@@ -96,6 +94,7 @@ bool Windows::IsAllowed(Links& links, int peer, bool& moved) {
   p.awaiting.front()->asks = false;
   p.awaiting.front()->through = 0;  // its pieces follow
   out.items.front().into = p.allowed.into;
+  if (p.allowed.into.given == 0) out.items.front().straight = false;
   if (p.allowed.status == 0) return true;
   out.items.pop_front();  // its pieces
   --unsent_;
@@ -113,8 +112,14 @@ void Windows::Revoke(Links& links, std::uint32_t id) {
       p.in[kRequests].exposed = false;
     }
     if (p.lent == static_cast<std::int64_t>(id)) {
-      links.tx(peer, kAnswers).end->Recall();
-      p.lent = -1;
+      try {
+        links.tx(peer, kAnswers).end->Recall();
+        HasGivenBack(p);
+      } catch (const Fault& fault) {
+        if (device_ == nullptr) throw;
+        device_->fault = fault;  // as where one is closed: the next Pass says so
+        p.lent = -1;
+      }
     }
   }
 }

@@ -13,7 +13,7 @@ std::shared_ptr<Transfer> Windows::Put(std::uint32_t id, int peer, const std::by
   if (auto seen = PutSeen(id, peer, src, pieces, signal, where)) return seen;
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
-  transfer->asks = !where.device && Asks(id, peer, pieces);
+  transfer->asks = Asks(id, peer, pieces);
   Request(transfer, {.id = id, .ask = transfer->asks ? Ask::kPlace : Ask::kPut, .signal = signal}, pieces, src, where);
   return transfer;
 }
@@ -27,7 +27,7 @@ std::shared_ptr<Transfer> Windows::Get(std::uint32_t id, int peer, std::byte* ds
   transfer->base = dst;
   transfer->device = where.device;
   transfer->pieces.assign(pieces.begin(), pieces.end());
-  transfer->exposes = !where.device && Asks(id, peer, pieces);
+  transfer->exposes = Asks(id, peer, pieces);
   Request(transfer, {.id = id, .ask = transfer->exposes ? Ask::kFetch : Ask::kGet}, pieces, nullptr, where);
   return transfer;
 }
@@ -62,6 +62,10 @@ void Windows::Request(const std::shared_ptr<Transfer>& transfer, const Head& for
   if (fetch) item.parts.push_back({item.own.data() + sizeof head + runs, sizeof(Placement), false});
   item.exposes = fetch;
   item.holds = head.ask == Ask::kRead || transfer->asks;
+  if (where.after) {
+    item.after = where.after;
+    ++device_->gated;
+  }
   if (transfer->asks) {
     item.transfer = transfer;
     Queue(peer, kRequests, std::move(item));
@@ -72,12 +76,9 @@ void Windows::Request(const std::shared_ptr<Transfer>& transfer, const Head& for
     for (const Piece& p : pieces)
       item.parts.push_back({src + p.here, p.nbytes, !where.device, where.device && p.nbytes > 0, p.there});
     item.device = where.device;
+    item.straight = where.device && transfer->asks;
   }
   item.transfer = transfer;
-  if (where.after) {
-    item.after = where.after;
-    ++device_->gated;
-  }
   Queue(peer, kRequests, std::move(item));
 }
 
@@ -104,7 +105,8 @@ void Windows::Answer(int peer, Refusal refusal, std::span<const Run> runs, std::
     const Window& window = *Find(id);
     item.device = window.device;
     item.into = into;
-    const bool lends = into.address != 0 && !window.device;
+    item.straight = window.device && into.given != 0;
+    const bool lends = into.given != 0 && !window.device;
     for (const Run& run : runs) {
       item.parts.push_back({window.base + run.offset, run.nbytes, lends, window.device && run.nbytes > 0, run.from});
     }
@@ -123,20 +125,27 @@ bool Windows::Send(Links& links, int peer, int channel) {
     if (item.after) break;
     if (item.exposes) ExposeFor(links, item);
     const Part& part = item.parts[item.next];
-    Message m = MessageOf(out.number, part.nbytes, part.lends, channel == kRequests);
+    const bool straight = part.device && item.straight, lends = part.lends || straight;
+    Message m = MessageOf(out.number, part.nbytes, lends, channel == kRequests);
+    m.device = straight;
     Placement into = item.into;
-    if (into.address != 0 && (part.lends || part.device)) {
+    if (into.given != 0 && (part.lends || part.device)) {
       into.address += part.place;
       m.into = &into;
     }
     std::span<const std::byte> data(part.data + out.at, part.nbytes - out.at);
-    if (part.device && (data = OutletOf(peer, channel).Front()).empty()) break;
+    const bool staged = part.device && !straight;
+    if (staged && (data = OutletOf(peer, channel).Front()).empty()) break;
     const std::ptrdiff_t n = port.end->Push(m, out.at, data.data(), data.size());
+    if (n == kOutOfReach) {
+      StageRest(peer, channel);
+      continue;
+    }
     if (n == kWouldBlock) break;
-    if (part.device) OutletOf(peer, channel).Pop(static_cast<std::size_t>(n));
+    if (staged) OutletOf(peer, channel).Pop(static_cast<std::size_t>(n));
     moved = true;
-    if (!part.lends) port.end->Keep();
-    if (part.lends && channel == kAnswers) peers_[static_cast<std::size_t>(peer)].lent = item.window;
+    if (!lends) port.end->Keep();
+    if (lends && channel == kAnswers) peers_[static_cast<std::size_t>(peer)].lent = item.window;
     out.at += static_cast<std::size_t>(n);
     port.taken += static_cast<std::uint64_t>(n);
     links.Touch(port);
@@ -160,7 +169,12 @@ void Windows::KeepRest(int peer, std::size_t index) {
   Outbound& out = peers_[static_cast<std::size_t>(peer)].out[kAnswers];
   Item& item = out.items[index];
   item.window = -1;
-  if (item.device) Stage(peer, kAnswers);
+  if (item.device && index == 0) {
+    StageRest(peer, kAnswers);
+  } else if (item.device) {
+    item.straight = false;
+    Stage(peer, kAnswers);
+  }
   // Nothing that waits for a stream or another window's memory is before it: gets are answered one by one.
   const std::size_t done = item.device && out.staged_item > index ? item.parts.size() : 0;
   const std::size_t first = std::max({item.next, done, item.device ? out.staged_part : 1});  // the head is its own

@@ -45,9 +45,7 @@ inline void BindWindows(nb::class_<PyEngine>& engine) {
       .def(
           "use_copier",
           [](PyEngine& e, const PyCopier& copier, std::uintptr_t pinned, std::size_t nbytes) {
-            e.engine().AskWindows([&](Windows& windows) {
-              windows.UseCopier(copier.copier, {reinterpret_cast<std::byte*>(pinned), nbytes});
-            });
+            e.engine().UseCopier(copier.copier, {reinterpret_cast<std::byte*>(pinned), nbytes});
           },
           "copier"_a, "pinned"_a, "nbytes"_a, Free())
       .def(

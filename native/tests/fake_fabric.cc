@@ -35,11 +35,6 @@ void FakeNic::Land() {
   landing.clear();
 }
 
-void Fabric::HoldBack(std::byte* at, std::size_t n) {
-  const std::lock_guard lock(mutex_);
-  device_memory_[at] = at + n;
-}
-
 std::string Fabric::complaints() {
   const std::lock_guard lock(mutex_);
   std::string all;
@@ -94,13 +89,14 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   for (const auto& part : op.parts) total += part.second;
   const std::size_t packet = std::min(total, std::size_t{128} << qp.rtr.path_mtu);
   if (packet > qp.nic->largest_packet) return ibv::WcStatus::kRetryExcErr;
-  auto* at = reinterpret_cast<std::byte*>(op.remote_addr);
+  std::byte* at = nullptr;
   if (total > 0) {
     const auto key = mrs_.find(op.rkey);
     const FakeMr* mr = key == mrs_.end() ? nullptr : key->second;
     const int wanted = op.read ? ibv::kAccessRemoteRead : ibv::kAccessRemoteWrite;
-    if (mr == nullptr || mr->pd != to.pd || (mr->access & wanted) == 0 || (to.access & wanted) == 0 || at < mr->addr ||
-        at + total > static_cast<std::byte*>(mr->addr) + mr->length) {
+    const bool may = mr != nullptr && mr->pd == to.pd && (mr->access & wanted) != 0 && (to.access & wanted) != 0;
+    if (may) at = mr->At(op.remote_addr, total);
+    if (at == nullptr) {
       Break(to);
       return ibv::WcStatus::kRemAccessErr;
     }

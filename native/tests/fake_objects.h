@@ -24,6 +24,13 @@ struct FakeCq : ibv::Cq {
 
 struct FakeMr : ibv::Mr {
   int access = 0;
+  std::uint64_t iova = 0;  // the address of its first byte for devices
+
+  // Where these bytes are; null where they are not inside.
+  std::byte* At(std::uint64_t address, std::size_t n) const {
+    if (address < iova || n > length || address - iova > length - n) return nullptr;
+    return static_cast<std::byte*>(addr) + (address - iova);
+  }
 };
 
 struct FakeQp : ibv::Qp {

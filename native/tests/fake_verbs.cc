@@ -171,6 +171,7 @@ struct FakeCalls {
     mr->length = length;
     mr->lkey = mr->rkey = f.next_key_++;
     mr->access = access;
+    mr->iova = reinterpret_cast<std::uintptr_t>(addr);
     f.mrs_[mr->lkey] = mr;
     return mr;
   }
@@ -247,16 +248,16 @@ struct FakeCalls {
     std::size_t total = 0;
     for (int i = 0; i < wr.num_sge; ++i) {
       const ibv::Sge& sge = wr.sg_list[i];
-      const auto* at = reinterpret_cast<const std::byte*>(sge.addr);
       total += sge.length;
       if ((wr.send_flags & ibv::kSendInline) != 0) {
+        const auto* at = reinterpret_cast<const std::byte*>(sge.addr);
         op.inlined.insert(op.inlined.end(), at, at + sge.length);
         continue;
       }
       const auto found = f.mrs_.find(sge.lkey);
       const FakeMr* mr = found == f.mrs_.end() ? nullptr : found->second;
-      if (mr == nullptr || mr->pd != qp.pd || at < mr->addr ||
-          at + sge.length > static_cast<const std::byte*>(mr->addr) + mr->length) {
+      const std::byte* at = mr == nullptr || mr->pd != qp.pd ? nullptr : mr->At(sge.addr, sge.length);
+      if (at == nullptr) {
         f.Complain("a local key does not cover what is sent");
         return EINVAL;
       }
@@ -325,6 +326,14 @@ const VerbsApi& Fabric::Api() {
                             FakeCalls::RegMr,
                             FakeCalls::DeregMr};
   return api;
+}
+
+ibv::Mr* Fabric::RegDmaBuf(ibv::Pd* pd, std::byte* memory, std::size_t n) {
+  ibv::Mr* mr = Api().reg_mr(pd, memory, n, ibv::kAccessLocalWrite | ibv::kAccessRemoteWrite | ibv::kAccessRemoteRead);
+  const std::lock_guard lock(mutex_);
+  static_cast<FakeMr*>(mr)->iova = 0;
+  device_memory_[memory] = memory + n;
+  return mr;
 }
 
 NicInfo Fabric::AddNic(const std::string& name) {

@@ -92,8 +92,8 @@ class Fabric {
     const std::lock_guard lock(mutex_);
     return nic(number).bytes;
   }
-  // From now on writes to this memory are a GPU's: they land late.
-  void HoldBack(std::byte* at, std::size_t n);
+  // Memory of a GPU, which begins at 0 for the device: writes there land late.
+  ibv::Mr* RegDmaBuf(ibv::Pd* pd, std::byte* memory, std::size_t n);
   // What no correct user does, and what was never to happen.
   std::string complaints();
 

@@ -131,14 +131,14 @@ class ProxyPair {
     e.slots = {e.memory->at(), words.data(), words.data() + kSlots * kWordStride, kSlotBytes, kSlots};
     std::vector<RegionKey> keys;
     for (int k = 0; k < setting.rails; ++k) {
-      mrs_.push_back(Fabric::Api().reg_mr(Nic(rank, k).pd, e.memory->seen(), kSlots * kSlotBytes, 7));
+      ibv::Pd* pd = Nic(rank, k).pd;
+      constexpr std::size_t kBytes = kSlots * kSlotBytes;
+      mrs_.push_back(setting.device ? fabric.RegDmaBuf(pd, e.memory->seen(), kBytes)
+                                    : Fabric::Api().reg_mr(pd, e.memory->seen(), kBytes, 7));
       keys.push_back({k, mrs_.back()->lkey, mrs_.back()->rkey});
     }
     std::optional<std::uintptr_t> seen;
-    if (setting.device) {
-      seen = reinterpret_cast<std::uintptr_t>(e.memory->seen());
-      fabric.HoldBack(e.memory->seen(), kSlots * kSlotBytes);
-    }
+    if (setting.device) seen = 0;
     Proxy& proxy = *proxies[static_cast<std::size_t>(rank)];
     proxy.RegisterMemory(reinterpret_cast<std::uintptr_t>(e.memory->at()), kSlots * kSlotBytes, keys, seen);
     e.edge = proxy.AddEdge(1 - rank, channel, out, e.slots);

@@ -4,6 +4,7 @@
 #include <span>
 #include <string_view>
 
+#include "fake_copier.h"
 #include "harness.h"
 
 namespace hetcoll::testing {
@@ -94,17 +95,20 @@ inline void RoundsUntilRecovered(Job& job, std::uint64_t times, std::size_t coun
   CHECK(all(), "%s: %s %s", what.c_str(), Links(job.engine(0)).c_str(), Links(job.engine(1)).c_str());
 }
 
-// Memory that all NICs of a rank know, as Python registers it.
+// Memory that all NICs of a rank know, as Python registers it; or (`device`) a device's, as a dma-buf.
 class Registered {
  public:
-  Registered(Job& job, int rank, int rails, Bytes& bytes) : engine_(job.engine(rank)) {
+  Registered(Job& job, int rank, int rails, Bytes& bytes, bool device = false) : engine_(job.engine(rank)) {
     std::vector<RegionKey> keys;
     for (int k = 0; k < rails; ++k) {
       FakeNic& nic = job.fabric().nic(rank * rails + k);
-      mrs_.push_back(Fabric::Api().reg_mr(&nic.pd, bytes.data(), bytes.size(), 3));
+      mrs_.push_back(device ? job.fabric().RegDmaBuf(&nic.pd, bytes.data(), bytes.size())
+                            : Fabric::Api().reg_mr(&nic.pd, bytes.data(), bytes.size(), 3));
       keys.push_back({k, mrs_.back()->lkey, mrs_.back()->rkey});
     }
-    handle_ = engine_.RegisterMemory(reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(), keys, {});
+    const std::byte* at = device ? FakeCopier::Far(bytes.data()) : bytes.data();
+    handle_ = engine_.RegisterMemory(reinterpret_cast<std::uintptr_t>(at), bytes.size(), keys,
+                                     device ? std::optional<std::uintptr_t>{0} : std::nullopt);
   }
   bool End() {
     if (!engine_.UnregisterMemory(handle_)) return false;

@@ -1,5 +1,5 @@
-// Puts that NICs write straight into windows: nothing is copied, calls keep their order, rails die, windows are closed.
-// Part of hetcoll_verbs_test.
+// Puts that NICs write straight into windows, of the host's memory and of devices', which no processor may touch:
+// nothing is copied, calls keep their order, rails die, windows are closed. Part of hetcoll_verbs_test.
 
 #include <algorithm>
 #include <random>
@@ -18,18 +18,20 @@ bool Wait(Engine& e, const std::shared_ptr<Transfer>& transfer) {
   return e.Drive(*transfer, DeadlineNs(kPatience)) == Outcome::kDone;
 }
 
-// Two ranks with a window each, which is registered; others are told so, and put what they like.
+// Two ranks with a window each, which is registered; others are told so, and put what they like. The ranks of bits in
+// `devices` have a device: all that they name is its memory.
 class Windowed {
  public:
-  explicit Windowed(const JobOptions& options)
-      : job_(OverVerbs(options)), windows{Pattern(kBytes, 1), Pattern(kBytes, 2)} {
+  explicit Windowed(const JobOptions& options, unsigned devices = 0)
+      : devices_(devices), job_(OverVerbs(options)), windows{Pattern(kBytes, 1), Pattern(kBytes, 2)} {
     for (int r = 0; r < 2; ++r) {
-      registered_.push_back(std::make_unique<Registered>(job_, r, options.rails, windows[static_cast<std::size_t>(r)]));
-      Engine& e = engine(r);
       Bytes& window = windows[static_cast<std::size_t>(r)];
+      registered_.push_back(std::make_unique<Registered>(job_, r, options.rails, window, Has(r)));
+      Engine& e = engine(r);
       e.ServeWindows();
+      if (Has(r)) e.UseCopier(copiers_.emplace_back(std::make_shared<FakeCopier>()), pinned_.emplace_back(kPinned));
       e.AskWindows([&](Windows& w) {
-        w.Add(kWindow, window.data(), window.size(), 1);
+        w.Add(kWindow, At(r, window.data()), window.size(), 1, Has(r));
         w.Place(kWindow, 1 - r);
       });
     }
@@ -44,12 +46,20 @@ class Windowed {
 
   Job& job() { return job_; }
   Engine& engine(int rank) { return job_.engine(rank); }
+  bool Has(int rank) const { return (devices_ >> rank & 1) != 0; }
+  // Memory as that rank names it.
+  std::byte* At(int rank, const std::byte* memory) const {
+    return Has(rank) ? FakeCopier::Far(memory) : const_cast<std::byte*>(memory);
+  }
   Registered& registered(int rank) { return *registered_[static_cast<std::size_t>(rank)]; }
   std::shared_ptr<Transfer> Put(int from, const std::byte* src, std::span<const Piece> pieces, int signal = 0) {
-    return engine(from).AskWindows([&](Windows& w) { return w.Put(kWindow, 1 - from, src, pieces, signal); });
+    const Where where{.device = Has(from)};
+    return engine(from).AskWindows(
+        [&](Windows& w) { return w.Put(kWindow, 1 - from, At(from, src), pieces, signal, where); });
   }
   std::shared_ptr<Transfer> Get(int to, std::byte* dst, std::span<const Piece> pieces) {
-    return engine(to).AskWindows([&](Windows& w) { return w.Get(kWindow, 1 - to, dst, pieces); });
+    const Where where{.device = Has(to)};
+    return engine(to).AskWindows([&](Windows& w) { return w.Get(kWindow, 1 - to, At(to, dst), pieces, where); });
   }
   bool IsSettled(int rank) {
     return engine(rank).AskWindows([](Windows& w) { return w.Settled(kWindow); });
@@ -64,6 +74,11 @@ class Windowed {
     return options;
   }
 
+  static constexpr std::size_t kPinned = std::size_t{256} << 10;
+
+  unsigned devices_;
+  std::deque<Bytes> pinned_;  // these outlive the engines
+  std::vector<std::shared_ptr<FakeCopier>> copiers_;
   Job job_;
 
  public:
@@ -87,8 +102,9 @@ std::uint64_t Changed(Engine& e, const char* name, std::uint64_t before) { retur
 // From one registered window into another nothing is copied but requests and answers; out of other memory all is copied
 // once, by who puts it.
 void PutsAreNotCopied() {
-  for (const char* fault : {"", "short=0.5,delay=0.1"}) {
-    Windowed both({.rails = 2, .fault = fault, .fabric = {.threaded = true, .overtake = true}});
+  for (const unsigned devices : {0, 1, 2, 3, 4, 7}) {
+    const char* fault = devices < 4 ? "" : "short=0.5,delay=0.1";
+    Windowed both({.rails = 2, .fault = fault, .fabric = {.threaded = true, .overtake = true}}, devices);
     Engine &from = both.engine(0), &to = both.engine(1);
     const std::vector<Piece> pieces = Shuffled(3);
     const std::uint64_t staged = Counter(from, "staged_bytes"), copied = Counter(to, "copied_bytes");
@@ -115,8 +131,9 @@ void PutsAreNotCopied() {
 
 // Nor is what is got into registered memory; other memory is written by its processor.
 void GetsAreNotCopied() {
-  for (const char* fault : {"", "short=0.5,delay=0.1"}) {
-    Windowed both({.rails = 2, .fault = fault, .fabric = {.threaded = true, .overtake = true}});
+  for (const unsigned devices : {0, 1, 2, 3, 4, 7}) {
+    const char* fault = devices < 4 ? "" : "short=0.5,delay=0.1";
+    Windowed both({.rails = 2, .fault = fault, .fabric = {.threaded = true, .overtake = true}}, devices);
     Engine &owner = both.engine(0), &asks = both.engine(1);
     const std::vector<Piece> pieces = Shuffled(3);
     const std::uint64_t staged = Counter(owner, "staged_bytes"), copied = Counter(asks, "copied_bytes");
@@ -147,12 +164,12 @@ void GetsAreNotCopied() {
 }
 
 // Puts and gets of the same bytes are done one after another, whichever way each goes, and so are pieces that overlap.
-void PutsKeepTheirOrder() {
-  Windowed both({.rails = 3, .fabric = {.threaded = true, .overtake = true}});
+void InOrder(unsigned devices) {
+  Windowed both({.rails = 3, .fabric = {.threaded = true, .overtake = true}}, devices);
   const Bytes before = both.windows[1];
   std::vector<Bytes> sources;
   Bytes got(8 * kBytes);  // registered: what is got is read where it lies, and written where it goes
-  Registered memory(both.job(), 0, 3, got);
+  Registered memory(both.job(), 0, 3, got, both.Has(0));
   std::vector<std::shared_ptr<Transfer>> works;
   for (unsigned i = 0; i < 8; ++i) sources.push_back(Pattern(kBytes, 20 + i));
   const std::vector<Piece> all{{0, 0, kBytes}};
@@ -182,6 +199,10 @@ void PutsKeepTheirOrder() {
   CHECK(Counter(both.engine(0), "direct_bytes") == 8 * kBytes, "those go one after another");
 }
 
+void PutsKeepTheirOrder() {
+  for (const unsigned devices : {0, 1, 2, 3}) InOrder(devices);
+}
+
 // Whichever rail dies, at either end, and all of them: every put is right, and later ones are written by the rails that
 // came back.
 void PutsWhileRailsDie() {
@@ -190,7 +211,8 @@ void PutsWhileRailsDie() {
       const std::string what = std::to_string(rails) + " rails, turn " + std::to_string(turn);
       Windowed both({.rails = rails,
                      .recovery_ns = kSoonNs,
-                     .fabric = {.threaded = true, .overtake = true, .resends = true, .seed = turn + 1}});
+                     .fabric = {.threaded = true, .overtake = true, .resends = true, .seed = turn + 1}},
+                    (turn + static_cast<unsigned>(rails)) % 4);
       for (int k = 0; k < (turn % 2 == 0 ? 1 : rails); ++k) {  // one, or all
         both.job().fabric().Change(static_cast<int>(turn / 2 % 2) * rails + k, [&](FakeNic& nic) {
           nic.fail_after = 5 + 11 * static_cast<int>(turn);
@@ -202,7 +224,9 @@ void PutsWhileRailsDie() {
       for (unsigned round = 0; (round < 6 || lost() == 0) && round < 600; ++round) {
         for (const int from : {0, 1}) {
           const Bytes src = Pattern(kBytes, 40 * turn + 2 * round + static_cast<unsigned>(from));
-          const auto put = both.Put(from, src.data(), Shuffled(round));
+          Bytes& own = both.windows[static_cast<std::size_t>(from)];
+          if (both.Has(from)) own = src;
+          const auto put = both.Put(from, both.Has(from) ? own.data() : src.data(), Shuffled(round));
           CHECK(Wait(both.engine(from), put), "%s: %s", what.c_str(), both.Failures().c_str());
           CHECK(both.windows[static_cast<std::size_t>(1 - from)] == src, "%s: round %u from %d", what.c_str(), round,
                 from);
@@ -292,8 +316,9 @@ void RepairBoth(Job& job, int first) {
 // A window that is closed while it is written is its owner's again when it has settled, and then written no more: the
 // peer stops by itself, or it hangs and loses its rails.
 void ClosedWhileWritten() {
-  for (const bool hangs : {false, true}) {
-    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true}});
+  for (const unsigned turn : {0, 1, 2, 3}) {
+    const bool hangs = turn % 2 != 0;
+    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true}}, turn < 2 ? 0 : 3);
     StallSoon(both.job(), 0);
     const Bytes src = Pattern(kBytes, 9), before = both.windows[1];
     const auto put = both.Put(0, src.data(), Shuffled(1));
@@ -324,8 +349,10 @@ void ClosedWhileWritten() {
 // A window that is closed while it is read is its owner's again when it has settled, and then read no more: who asked
 // gets what was in it, also where it hung.
 void ClosedWhileRead() {
-  for (const bool hangs : {false, true}) {
-    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true, .resends = true}});
+  for (const unsigned turn : {0, 1, 2, 3}) {
+    const bool hangs = turn % 2 != 0;
+    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true, .resends = true}},
+                  turn < 2 ? 0 : 3);
     StallSoon(both.job(), 2);
     const Bytes before = both.windows[1];
     const auto get = both.Get(0, both.windows[0].data(), Shuffled(1));
@@ -350,8 +377,9 @@ void ClosedWhileRead() {
 
 // What is checked goes through rings, and is checked there.
 void CheckedPuts() {
-  for (const Integrity integrity : {Integrity::kSampled, Integrity::kAll}) {
-    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .integrity = integrity});
+  for (const unsigned turn : {0, 1, 2, 3}) {
+    const Integrity integrity = turn % 2 == 0 ? Integrity::kSampled : Integrity::kAll;
+    Windowed both({.rails = 2, .recovery_ns = kSoonNs, .integrity = integrity}, turn < 2 ? 0 : 3);
     const std::vector<Piece> pieces = Shuffled(1);
     for (unsigned round = 0; round < 4; ++round) {
       const Bytes src = Pattern(kBytes, round);
@@ -367,8 +395,9 @@ void CheckedPuts() {
 
 // A rank that dies while it writes, or is written, is named by the other, and nothing is written from then on.
 void DyingWriters() {
-  for (const bool writer : {false, true}) {
-    Windowed both({.rails = 2, .fabric = {.threaded = true}});
+  for (const unsigned turn : {0, 1, 2, 3}) {
+    const bool writer = turn % 2 != 0;
+    Windowed both({.rails = 2, .fabric = {.threaded = true}}, turn < 2 ? 0 : 3);
     for (int n = 0; n < 4; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 20; });
     const Bytes src = Pattern(kBytes, 9);
     const std::uint64_t bytes = both.job().fabric().bytes(0);
@@ -386,6 +415,20 @@ void DyingWriters() {
   }
 }
 
+// A NIC that cannot read back what it wrote into a device's memory is given up, and what it brought comes again.
+void NotReadBack() {
+  for (const int bad : {1, 2}) {
+    Windowed both({.rails = 2, .fabric = {.threaded = true, .overtake = true}}, 3);
+    for (int n = 2; n < 2 + bad; ++n) both.job().fabric().Change(n, [](FakeNic& nic) { nic.no_reads = true; });
+    CHECK(Wait(both.engine(0), both.Put(0, both.windows[0].data(), Shuffled(1))), "%s", both.Failures().c_str());
+    CHECK(both.windows[1] == both.windows[0], "put");
+    const std::string links = Links(both.engine(1));
+    CHECK(Counter(both.engine(1), "lost_rails") == static_cast<std::uint64_t>(bad), "%s", links.c_str());
+    CHECK(links.find("reading back") != std::string::npos, "%s", links.c_str());
+    CHECK((Counter(both.engine(0), "tcp_bytes") > 0) == (bad == 2), "%s", links.c_str());
+  }
+}
+
 constexpr Scenario kScenarios[] = {
     {"windows", PutsAreNotCopied},
     {"windows: gets", GetsAreNotCopied},
@@ -396,6 +439,7 @@ constexpr Scenario kScenarios[] = {
     {"windows: closed", ClosedWhileWritten},
     {"windows: checked", CheckedPuts},
     {"windows: deaths", DyingWriters},
+    {"windows: not read back", NotReadBack},
 };
 
 }  // namespace

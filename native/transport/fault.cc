@@ -124,6 +124,7 @@ class FaultySend final : public SendEnd {
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
     if (mood_.Resting() || !PushCopy()) return kWouldBlock;
     const FaultSpec& spec = link_->spec;
+    if (m.device && spec.duplicate > 0) return kOutOfReach;  // what is sent twice is read here
     if (!begun_) {
       begun_ = true;
       ++messages_;
@@ -133,7 +134,7 @@ class FaultySend final : public SendEnd {
     SendEnd& inner = link_->send();
     const std::ptrdiff_t taken =
         messages_ == spec.drop ? static_cast<std::ptrdiff_t>(n) : inner.Push(m, at, data, mood_.Cut(n, link_->grain));
-    if (taken == kWouldBlock) return kWouldBlock;
+    if (taken < 0) return taken;
     const bool ends = at + static_cast<std::size_t>(taken) == m.total;
     if (messages_ == spec.duplicate) copy_.insert(copy_.end(), data, data + taken);
     if (ends) {

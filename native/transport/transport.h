@@ -20,6 +20,7 @@
 namespace hetcoll {
 
 inline constexpr std::ptrdiff_t kWouldBlock = -1;
+inline constexpr std::ptrdiff_t kOutOfReach = -2;  // of Push: Message::device, and no NIC reads it there
 
 enum class FaultKind : int {
   kNone = 0,
@@ -80,7 +81,8 @@ class SendEnd {
   // Called when a plan that uses this end is loaded, perhaps more than once: what the first message need not wait for.
   virtual void Prepare() {}
 
-  // Offers bytes [at, at + n) of a message. Returns how many were taken (but see Lent), or kWouldBlock.
+  // Offers bytes [at, at + n) of a message. Returns how many were taken (but see Lent), or kWouldBlock. Bytes of a
+  // device's memory are lent, or else kOutOfReach: then the rest of the message comes from the host's.
   // An empty message (total 0) is taken as a whole and returns 0.
   virtual std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) = 0;
 
@@ -167,8 +169,8 @@ class RecvEnd {
   // The peer has written all that it was to write there, or (`at_once`) shall write there no more.
   virtual void Hide(bool at_once = false) { static_cast<void>(at_once); }
 
-  // Up to n bytes where they lie; valid until Consume, which may take fewer. An empty message gives n == 0 and is
-  // finished by Consume(0).
+  // Up to n bytes where they lie, which is their place where the peer wrote them there (Message::into); valid until
+  // Consume, which may take fewer. An empty message gives n == 0 and is finished by Consume(0).
   virtual View Peek(const Message& m, std::size_t at, std::size_t n) = 0;
   virtual void Consume(std::size_t n) = 0;
   // Whether that is most likely in another core's cache: Sweep::kPages.

@@ -20,9 +20,10 @@ from gpu_kinds import run_on_own
 from gpus import GPUS, Launch, check, direct, sealed, told
 from ranks import RankError
 from reference import Case
+from suite_windows import FEW, PIECE, PIECES, moved
 
 import hetcoll
-from hetcoll.errors import CommunicationError, InitError
+from hetcoll.errors import CommunicationError, DeviceError, InitError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.slots import CHANNELS
 
@@ -99,6 +100,84 @@ def test_a_rank_without_a_gpu(pool: Pool) -> None:
 
 def refused(comm: hetcoll.Communicator) -> None:
     comm.allreduce(DeviceArray(device_of_rank(comm.rank), 9).buffer()).wait(60)
+
+
+def windows(comm: hetcoll.Communicator, host: int, refused: int) -> str:
+    """Pieces of 1 MiB out of one's own window, of memory that is registered, and that is not, and back there. The
+    window of rank `host` is not its GPU's, and that of rank `refused` not registered."""
+    device, count = device_of_rank(comm.rank), PIECE * PIECES
+    nbytes = 4 * count
+    own, early, plain = arrays = [DeviceArray.of(device, np.full(count, 2 + i, np.float32)) for i in range(3)]
+    at, order = np.arange(PIECES) * PIECE, np.random.default_rng(1).permutation(PIECES) * PIECE
+    mine = np.full(count, 2, np.float32) if comm.rank == host else own
+    zeros, last, seen = np.zeros(count, np.float32), comm.rank == 1, mine if comm.rank == host else own
+    with comm.window(mine) as window, comm.register(early if refused != comm.rank else zeros):
+        for array in arrays if refused < 0 else ():  # what is registered
+            fakes.seal(array.ptr)
+        for number, array in enumerate(arrays):
+            once = nbytes if array is plain else 0  # what is copied
+            few = FEW + (0 if array is not plain and host < 0 else nbytes // 10)  # some of the host's is checked
+
+            def put(array: DeviceArray = array) -> None:
+                window.put(array, 1, order, src_offset=at, count=PIECE, signal=0)
+
+            def get(array: DeviceArray = array, value: int = 2 + number) -> None:
+                array.set(zeros)
+                window.get(array, 1, order, dst_offset=at, count=PIECE)
+                assert (array.get() == value).all()
+
+            direct, lent, staged, copied = found = moved(comm, put)
+            if refused == 1:
+                assert direct == lent == 0, found
+            elif last:
+                assert copied <= few, found
+            else:
+                assert direct >= nbytes - few + FEW, found
+                assert lent == nbytes - once, found
+                assert staged - once <= FEW, found
+            if last:
+                window.wait_signal(0, number + 1)
+                assert ((seen if isinstance(seen, np.ndarray) else seen.get()) == 2 + number).all()
+            direct, lent, staged, copied = found = moved(comm, get)
+            if refused == 1:
+                assert direct == lent == 0, found
+            elif last:
+                assert direct >= nbytes - once - few + FEW, found
+                assert lent == nbytes - once, found
+                assert staged - once <= FEW, found
+            else:
+                assert copied - once <= few, found
+        comm.barrier()
+    (told,) = [path for path in comm.explain("allreduce", 1).paths if path.startswith("windows")] or [""]
+    return told
+
+
+DIRECT = "windows between hosts: by RDMA from and to the GPU's memory (direct)"
+
+
+@pytest.mark.parametrize(("vendors", "host"), [("na", -1), ("an", -1), ("na", 1)])
+def test_puts_and_gets_of_gpus_are_not_copied(pool: Pool, vendors: str, host: int) -> None:
+    assert direct(pool, vendors).run(windows, host, -1) == [DIRECT, "" if host == 1 else DIRECT]
+
+
+def no_window(comm: hetcoll.Communicator) -> None:
+    comm.window(DeviceArray(device_of_rank(comm.rank), 1 << 16))
+
+
+def test_windows_that_no_device_takes(launch: Launch) -> None:
+    """They go through pinned memory, and say why; where that is not what was asked for, it is an error on all ranks."""
+    for cross in ("auto", "staged", "direct"):
+        ranks = direct(launch, "na", HETCOLL_CROSS=cross)
+        ranks.run(gpus.refuse, 1)
+        if cross != "direct":
+            own, others = ranks.run(windows, -1, 1)
+            why = "HETCOLL_CROSS is staged" if cross == "staged" else "2097152 bytes of "
+            assert others.startswith(f"windows between hosts: through pinned memory (staged; not direct: {why}"), others
+            assert own == (DIRECT if cross == "auto" else others)
+            continue
+        for outcome in ranks.outcomes(no_window):
+            assert isinstance(outcome.error, DeviceError), outcome.trace
+            assert "buf: that of rank 1 cannot be a window: DeviceError: HETCOLL_CROSS=direct: " in str(outcome.error)
 
 
 def test_what_cannot_be_direct_says_so_by_rank(launch: Launch) -> None:

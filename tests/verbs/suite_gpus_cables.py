@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+import fakes
 import numpy as np
 import pytest
 from cables import all_plugged, allow_resets, plug, unplug
@@ -13,6 +14,7 @@ from gpu_calls import device_of_rank
 from gpus import PROMPT, Launch, check, direct, sealed, told
 from ranks import Outcome, Ranks, wait_until
 from reference import Case
+from suite_windows import PIECE
 
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
@@ -93,6 +95,40 @@ def test_both_cables_are_cut(launch: Launch, cross: str) -> None:
         assert cross == "staged" or counters["gpu_staged_bytes"] == 0, counters
     for paths in ranks.run(go_on, timeout=60):
         assert re.search(r"through pinned slots and \d+ sockets", "".join(paths)), paths
+
+
+def exchanged(comm: hetcoll.Communicator, x: np.ndarray) -> np.ndarray:
+    """The sum of both ranks' `x`, put out of one half of a GPU's window into the other half of the peer's."""
+    kept, n = vars(comm).setdefault("kept for suite_gpus_cables", {}), x.size
+    if not kept:
+        mine = kept["mine"] = DeviceArray.of(device_of_rank(comm.rank), np.zeros(2 * n, x.dtype))
+        kept["window"], kept["calls"] = comm.window(mine), 0
+        fakes.seal(mine.ptr)
+    mine, window = kept["mine"], kept["window"]
+    kept["calls"] += 1
+    mine.set(np.concatenate([mine.get()[:n], x]))
+    comm.barrier()  # neither writes over what came
+    at = np.arange(0, n, PIECE)
+    window.put(mine, 1 - comm.rank, at, src_offset=n + at, count=np.minimum(PIECE, n - at), signal=0)
+    window.wait_signal(0, kept["calls"])
+    comm.barrier()
+    found: np.ndarray = x + mine.get()[:n]
+    return found
+
+
+@pytest.mark.parametrize(("cables", "shows"), [(["veth2"], "lost_rails"), (["veth1", "veth2"], "tcp_bytes")])
+def test_cables_under_windows_are_cut(launch: Launch, cables: list[str], shows: str) -> None:
+    """One, or all, and mended."""
+
+    def cut(progress: Progress) -> None:
+        for cable in cables:
+            unplug(cable)
+        progress.until(lambda counters: counters[shows] > 0)
+        all_plugged()
+        progress.until(lambda counters: counters["recovered_rails"] > 0)
+
+    for outcome in in_the_middle(direct(launch, "na", **PROMPT), cut, exchanged):
+        assert outcome.error is None, outcome.trace
 
 
 def go_on(comm: hetcoll.Communicator) -> tuple[str, ...]:

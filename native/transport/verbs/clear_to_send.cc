@@ -73,12 +73,13 @@ bool VerbsLink::PostClearToSend(ClearToSend& clear_to_send) {
 Placement VerbsLink::Expose(std::byte* base, std::size_t n) {
   if (!open() || Alive() == 0 || options_.device() || shared_.tcp->integrity == Integrity::kAll) return {};
   Region* region = shared_.regions.Find(base, n, outbox_.nics());
-  if (region == nullptr || !region->on_host) return {};
-  Placement where{reinterpret_cast<std::uintptr_t>(base), {}};
+  if (region == nullptr) return {};
+  Placement where{1, reinterpret_cast<std::uintptr_t>(region->Seen(base)), {}};
   for (const auto& rail : rails_) {
     where.rkeys[rail->number()] = region->rkey[static_cast<std::size_t>(rail->nic().index())];
   }
   ++region->uses;
+  exposed_devices_ += !region->on_host;
   exposed_.push_back(region);
   return where;
 }
@@ -90,6 +91,7 @@ void VerbsLink::Hide(bool at_once) {
   if (revoked_) KillRails(~0u, "the memory that the peer writes is taken back");
   for (std::size_t n = at_once ? exposed_.size() : std::min<std::size_t>(1, exposed_.size()); n > 0; --n) {
     --exposed_.front()->uses;
+    exposed_devices_ -= !exposed_.front()->on_host;
     exposed_.pop_front();
   }
 }
@@ -110,12 +112,18 @@ std::ptrdiff_t VerbsLink::Place(std::byte* dst, const View& bytes, bool stream) 
   return bytes.n;
 }
 
+// Memory of the GPU that frames are on their way to, if there is any.
+const Region* VerbsLink::Lands() const {
+  if (!invited_.empty() && options_.device()) return invited_.front().region;
+  const auto found = std::find_if(exposed_.begin(), exposed_.end(), [](const Region* r) { return !r->on_host; });
+  return found == exposed_.end() ? nullptr : *found;
+}
+
 bool VerbsLink::Landed() {
-  if (!options_.device() || (inbox_.ready() && inbox_.landed())) return true;
+  if (inbox_.ready() && inbox_.landed()) return true;
   landing_ = false;
-  if (invited_.empty()) return false;
-  const Region& region = *invited_.front().region;
-  const auto place = reinterpret_cast<std::uintptr_t>(region.Seen(invited_.front().base));
+  const Region* region = Lands();
+  if (region == nullptr) return false;
   for (const auto& rail : rails_) {
     Nic& nic = rail->nic();
     ReadBack& read_back = nic.read_back();
@@ -128,7 +136,7 @@ bool VerbsLink::Landed() {
       continue;
     }
     if (inbox_.Land(nic, read_back.done(), read_back.begun())) {
-      read_back.Begin(place, region.rkey[static_cast<std::size_t>(nic.index())]);
+      read_back.Begin(region->seen_at, region->rkey[static_cast<std::size_t>(nic.index())]);
     }
     landing_ |= read_back.begun() != read_back.done();
   }

@@ -13,7 +13,7 @@ Inbox::Arrival* Inbox::Take(const Frame& frame) {
   if (frame.seq >= due_ + kWindow) throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame from the future");
   Arrival& a = At(frame.seq);
   const bool again = frame.seq >= due_ && a.present;
-  if (again && device_ && !a.landed && (a.rail == nullptr || !a.rail->alive())) {  // the first may never be there
+  if (again && !a.landed && (a.rail == nullptr || !a.rail->alive())) {  // the first may never be there
     a.present = false;
   } else if (again || frame.seq < due_) {
     ++twice_;
@@ -33,7 +33,7 @@ void Inbox::Await(std::uint64_t seq) {
   if (seq >= due_ && !At(seq).present) awaited_.push_back(seq);  // else it had come before
 }
 
-void Inbox::Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) {
+void Inbox::Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload, bool lands) {
   Arrival* a = Take(frame);
   if (a == nullptr && device_) return again_.push_back({&rail, index, rail.nic().read_back().begun()});
   if (a == nullptr) return rail.Release(index, true);  // the peer may be waiting for that, to go on
@@ -44,8 +44,8 @@ void Inbox::Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const s
   a->rail = &rail;
   a->nic = &rail.nic();
   a->index = index;
-  a->reads = device_ ? rail.nic().read_back().begun() : 0;
-  a->landed = !device_;
+  a->reads = lands ? rail.nic().read_back().begun() : 0;
+  a->landed = !lands;
 }
 
 void Inbox::Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload) {

@@ -15,10 +15,11 @@ namespace hetcoll {
 
 class Inbox {
  public:
-  // `device`: frames lie in a GPU's memory.
+  // `device`: all frames lie in a GPU's memory.
   Inbox(int peer, bool device, IntegrityCounts& counts) : peer_(peer), device_(device), counts_(counts) {}
 
-  void Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload);
+  // `lands`: it may lie in a GPU's memory.
+  void Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload, bool lands);
   void Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload);  // over TCP
 
   // Whether this frame came, and is here or was consumed.

@@ -80,7 +80,7 @@ void VerbsLink::DriveOnce() {
   if (state_ == State::kUp) {
     if (AllBuried()) ReadWords();
     PollRails();
-    if (outbox_.resending()) outbox_.Resend(AllBuried());
+    if (outbox_.resending() || outbox_.copying()) outbox_.Resend(AllBuried());
     if (unposted_ > 0) PostClearToSends();
   }
   if (state_ == State::kSwitch && control_socket_.Flush()) GoOverTcp();
@@ -119,7 +119,8 @@ void VerbsLink::OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, con
   ++news_;
   if ((frame.flags & kFrameChecked) != 0) NoteRight(frame);
   if ((frame.flags & (kFrameProbe | kFrameInvite | kFrameProved)) == 0) {
-    return inbox_.Arrived(rail, index, frame, payload);
+    const bool lands = options_.device() || ((frame.flags & kFrameDirect) != 0 && exposed_devices_ > 0);
+    return inbox_.Arrived(rail, index, frame, payload, lands);
   }
   if ((frame.flags & kFrameProbe) != 0) TakeProbe(rail, frame, payload);
   if ((frame.flags & kFrameInvite) != 0 && frame.nbytes == sizeof(ClearToSend)) {
@@ -344,7 +345,7 @@ void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
   } catch (const Fault&) {
     awake = true;  // it is thrown again where it can be caught
   }
-  if (awake || landing_ || (bounce_ != nullptr && bounce_->busy()) || news != news_)
+  if (awake || landing_ || outbox_.copying() || (bounce_ != nullptr && bounce_->busy()) || news != news_)
     fds.push_back(shared_.ready.Poll());
   if (state_ != State::kUp || Alive() == 0) AddWatch(fds);
 }

@@ -188,6 +188,7 @@ class VerbsLink final : private RailListener {
   void Uninvite();
   void PostClearToSends();
   bool PostClearToSend(ClearToSend& clear_to_send);
+  const Region* Lands() const;
 
   void NoteRight(const Frame& frame) const;
   bool checks() const { return shared_.tcp->integrity != Integrity::kOff; }
@@ -226,7 +227,8 @@ class VerbsLink final : private RailListener {
   std::size_t unposted_ = 0;  // of these, the last ones, that were not sent
   std::uint64_t clear_to_sends_ = 0;
   std::deque<Region*> exposed_;
-  bool revoked_ = false;  // the peer may think that it may write there: no rail is to come back
+  int exposed_devices_ = 0;  // of these, memory of GPUs
+  bool revoked_ = false;     // the peer may think that it may write there: no rail is to come back
   std::uint64_t copied_bytes_ = 0;
   bool landing_ = false;  // a NIC reads what it wrote
   Hello peer_hello_{};

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/copier.h"
 #include "transport/transport.h"
 #include "transport/verbs/api.h"
 
@@ -62,6 +63,7 @@ class Nic {
 
   // Made when first asked for.
   ReadBack& read_back();
+  bool reads_back() const { return read_back_ != nullptr; }
   // The one so far may have failed, or never answer.
   void Renew(std::unique_ptr<ReadBack> read_back);
 
@@ -104,6 +106,9 @@ class Regions {
   bool Remove(int handle);
   // The region that holds all of these bytes and is known to all of `nics`, or null.
   Region* Find(const std::byte* data, std::size_t n, std::uint32_t nics);
+
+  // What copies a device's memory for links whose messages may lie there or in the host's.
+  std::shared_ptr<Copier> copier;
 
  private:
   int next_ = 1;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <optional>
 
 #include "base/clock.h"
 #include "kernels/kernels.h"
@@ -65,14 +66,15 @@ void Outbox::Invited(const ClearToSend& clear_to_send) {
 std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
   if (device_ && Wanted(m) == nullptr) return kWouldBlock;
   n = std::min(n, fragment_);
-  Frame* frame = nullptr;
-  Rail* rail = Pick(n, frame);
-  if (rail == nullptr) return kWouldBlock;
   // All of a message or nothing: what was lent must be what was taken last.
   Region* region = nullptr;
   if (device_ || (m.may_lend && (m.total >= kVerbsLendBytes || m.into != nullptr)))
     region = regions_.Find(data - at, m.total, nics_);
   if (device_ && region == nullptr) throw Fault(FaultKind::kSystem, -1, "verbs: a GPU's memory is not registered");
+  if (m.device && region == nullptr) return kOutOfReach;
+  Frame* frame = nullptr;
+  Rail* rail = Pick(n, frame);
+  if (rail == nullptr) return kWouldBlock;
   const std::byte* payload = data;
   if (region == nullptr) {
     std::byte* place = reinterpret_cast<std::byte*>(frame + 1);
@@ -128,7 +130,7 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
   const bool waits = region != nullptr && !m.answered;
   *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), waits ? kFrameLent : 0};
   const bool checked = checks_ && !device_ && Check(*frame, payload, region);
-  Target target{};
+  std::optional<Target> target;
   const auto write_to = [&](const auto& allowed) {
     target = {allowed.address + at, allowed.rkeys[rail.number()]};
     frame->flags |= kFrameDirect;
@@ -158,7 +160,7 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
   } else {
     counters_.copied_bytes += n;
   }
-  rail.Post(frame, region != nullptr ? region->Seen(payload) : payload, lkey, target.address != 0 ? &target : nullptr);
+  rail.Post(frame, region != nullptr ? region->Seen(payload) : payload, lkey, target ? &*target : nullptr);
 }
 
 // Gives a frame a checksum of its payload, if it is to have one. Such a frame is not written straight to its
@@ -172,13 +174,13 @@ bool Outbox::Check(Frame& frame, const std::byte* payload, const Region* region)
 }
 
 std::ptrdiff_t Outbox::PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
+  if (m.device) return kOutOfReach;
   n = std::min(n, fragment_);
   if (next_ - oldest_ == kWindow || !TcpHasRoom()) return kWouldBlock;
   if (device_ && (data = bounce_->Out(next_, data, n)) == nullptr) return kWouldBlock;
   Frame frame{m.signature, m.total, next_, static_cast<std::uint32_t>(n), 0};
-  const Region* region = device_ ? nullptr : regions_.Find(data, n, nics_);
-  if (checks_) static_cast<void>(Check(frame, data, region));
-  SendOverTcp(frame, data, region);
+  if (checks_) static_cast<void>(Check(frame, data, nullptr));
+  SendOverTcp(frame, data);
   At(next_) = {nullptr, nullptr, nullptr, pushed_, at, messages_, kOverTcp, false, false, false};
   ++next_;
   pushed_ += n;
@@ -190,12 +192,7 @@ bool Outbox::TcpHasRoom() const {
   return over_tcp_ < kTcpFrames && control_socket_.Flush() && !control_socket_.ended();
 }
 
-void Outbox::SendOverTcp(Frame frame, const std::byte* payload, const Region* region) {
-  if (region != nullptr && !region->on_host) {
-    throw Fault(
-        FaultKind::kSystem, peer_,
-        "verbs: the last rail is lost, and what it carried lies in memory of a device, where TCP cannot get it");
-  }
+void Outbox::SendOverTcp(Frame frame, const std::byte* payload) {
   control_socket_.SendFrame(frame, payload);
   ++over_tcp_;
   counters_.tcp_bytes += frame.nbytes;
@@ -224,12 +221,31 @@ void Outbox::Answered(std::uint64_t messages) {
 void Outbox::Keep() {
   for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
     Sent& sent = At(seq);
-    if (sent.delivered || sent.region == nullptr) continue;
-    sent.kept = std::make_unique_for_overwrite<std::byte[]>(sent.frame->nbytes);
+    if (!sent.delivered && sent.region != nullptr) Keep(sent, seq);
+  }
+}
+
+void Outbox::Keep(Sent& sent, std::uint64_t seq) {
+  if (IsCopied(sent)) return;
+  sent.kept = std::make_shared_for_overwrite<std::byte[]>(sent.frame->nbytes);
+  if (sent.region->on_host) {
     std::memcpy(sent.kept.get(), sent.payload, sent.frame->nbytes);
-    sent.payload = sent.kept.get();
-    --sent.region->uses;
-    sent.region = nullptr;
+    return HasKept(sent);
+  }
+  regions_.copier->Copy(Way::kOut, sent.kept.get(), sent.payload, sent.frame->nbytes);
+  copies_.push_back({regions_.copier->Mark(Way::kOut), seq, sent.kept});
+}
+
+void Outbox::HasKept(Sent& sent) {
+  sent.payload = sent.kept.get();
+  --sent.region->uses;
+  sent.region = nullptr;
+}
+
+void Outbox::PollCopies() {
+  for (; !copies_.empty() && regions_.copier->Passed(Way::kOut, copies_.front().mark); copies_.pop_front()) {
+    const std::uint64_t seq = copies_.front().seq;
+    if (seq >= oldest_ && !At(seq).delivered && IsCopied(At(seq))) HasKept(At(seq));
   }
 }
 
@@ -253,9 +269,11 @@ void Outbox::Lost(const Rail& rail) {
 }
 
 void Outbox::Resend(bool over_tcp) {
+  PollCopies();
   for (resend_from_ = std::max(resend_from_, oldest_); lost_ > 0 && resend_from_ < next_; ++resend_from_) {
     Sent& sent = At(resend_from_);
     if (sent.delivered || !sent.lost) continue;
+    if (IsCopied(sent)) return;  // the memory may be needed as soon as that is over
     Rail* best = nullptr;
     Frame* frame = nullptr;
     for (const auto& rail : rails_) {
@@ -293,15 +311,19 @@ void Outbox::Resend(bool over_tcp) {
 bool Outbox::ResendOverTcp(Sent& sent) {
   if (!TcpHasRoom()) return false;
   Frame frame = *sent.frame;
+  if (!device_ && sent.region != nullptr && !sent.region->on_host) {
+    Keep(sent, frame.seq);
+    return false;
+  }
   frame.flags &= kFrameChecked;
   if (device_) {
     std::size_t n = frame.nbytes;
     const std::byte* payload = bounce_->Out(frame.seq, sent.payload, n);
     if (payload == nullptr) return false;
     if (checks_) static_cast<void>(Check(frame, payload, nullptr));
-    SendOverTcp(frame, payload, nullptr);
+    SendOverTcp(frame, payload);
   } else {
-    SendOverTcp(frame, sent.payload, sent.region);
+    SendOverTcp(frame, sent.payload);
   }
   if (sent.region != nullptr) --sent.region->uses;
   sent.frame = nullptr;

@@ -12,6 +12,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -56,8 +57,10 @@ class Outbox {
   void Commit(const Message& m, std::size_t at, std::size_t n);
   std::size_t Lent();
   void Answered(std::uint64_t messages);
-  // Copies what is lent, and will go again: no rail is alive.
+  // Copies what is lent, and will go again: no rail is alive. A device does that later, and until then it is lent.
   void Keep();
+  // Whether it does, and will not tell of the end.
+  bool copying() const { return !copies_.empty(); }
 
   void Delivered(std::uint64_t seq);
   void Invited(const ClearToSend& clear_to_send);
@@ -103,7 +106,12 @@ class Outbox {
     bool delivered;
     bool lost;
     bool again;  // sent more than once
-    std::unique_ptr<std::byte[]> kept = nullptr;
+    std::shared_ptr<std::byte[]> kept = nullptr;
+  };
+  struct Copy {  // of a frame that is lost, out of a device's memory
+    std::uint64_t mark;
+    std::uint64_t seq;
+    std::shared_ptr<std::byte[]> to;
   };
 
   static constexpr std::uint8_t kOverTcp = kMaxRails;
@@ -114,8 +122,12 @@ class Outbox {
   Rail* Pick(std::size_t n, Frame*& frame);
   bool TcpHasRoom() const;
   bool Check(Frame& frame, const std::byte* payload, const Region* region);
-  void SendOverTcp(Frame frame, const std::byte* payload, const Region* region);
+  void SendOverTcp(Frame frame, const std::byte* payload);
   bool ResendOverTcp(Sent& sent);
+  void Keep(Sent& sent, std::uint64_t seq);
+  static void HasKept(Sent& sent);
+  static bool IsCopied(const Sent& sent) { return sent.kept != nullptr && sent.region != nullptr; }
+  void PollCopies();
   void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
             std::size_t n);
 
@@ -130,7 +142,8 @@ class Outbox {
   std::uint32_t nics_ = 0;  // bit mask of those that the rails use
   std::size_t fragment_;
   std::array<Sent, kWindow> sent_;
-  std::vector<Frame> kept_;   // of a GPU, those to go again: a lost rail's memory is needed for the one to come
+  std::vector<Frame> kept_;  // of a GPU, those to go again: a lost rail's memory is needed for the one to come
+  std::deque<Copy> copies_;
   std::uint64_t oldest_ = 0;  // not delivered
   std::uint64_t next_ = 0;
   std::size_t lost_ = 0;

@@ -126,7 +126,7 @@ void VerbsLink::Make(Recovery& r, int number, bool connect) {
   }
   auto make = [made = std::move(r.made), &nic = lost.nic(), memory = MemoryOf(n), number, peer = options_.peer,
                device = lost.peer_device(), checks = checks(), connect, address = r.peer,
-               reads = options_.device()]() mutable {
+               reads = options_.device() || lost.nic().reads_back()]() mutable {
     if (made.rail == nullptr) made.rail = std::make_unique<Rail>(nic, memory, number, peer, device, checks);
     if (reads && made.read_back == nullptr) made.read_back = std::make_unique<ReadBack>(nic);
     Rail& rail = *made.rail;

@@ -21,7 +21,7 @@ struct Recovery {
   };
   struct Made {
     std::unique_ptr<Rail> rail;  // not proved yet
-    // Of links between GPUs: what its device used to read with may have failed with it.
+    // Where memory is GPUs': what its device used to read with may have failed with it.
     std::unique_ptr<ReadBack> read_back;
   };
 

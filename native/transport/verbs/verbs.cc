@@ -24,6 +24,7 @@ class VerbsSend final : public SendEnd {
       if (link_->open()) return link_->Push(m, at, data, n);
     }
     SendEnd* tcp = link_->tcp_send();
+    if (tcp != nullptr && m.device) return kOutOfReach;
     return tcp != nullptr ? tcp->Push(m, at, data, n) : kWouldBlock;
   }
 
@@ -81,8 +82,7 @@ class VerbsRecv final : public RecvEnd {
       taken = tcp->Pull(m, at, dst, n, stream);
     } else {
       link_->Expect(m, at, dst, n);
-      if (!Ready() || !link_->Landed()) return kWouldBlock;
-      if (m.into != nullptr) link_->inbox().Direct(m.signature, dst - at);
+      if (!Here(m)) return kWouldBlock;
       const View v = link_->inbox().Peek(m, at, n);
       taken = link_->Place(dst, v, stream);
       if (taken == kWouldBlock) return kWouldBlock;
@@ -99,7 +99,7 @@ class VerbsRecv final : public RecvEnd {
 
   View Peek(const Message& m, std::size_t at, std::size_t n) override {
     if (RecvEnd* tcp = link_->tcp_recv()) return tcp->Peek(m, at, n);
-    return Ready() ? link_->inbox().Peek(m, at, n) : View{nullptr, kWouldBlock};
+    return Here(m) ? link_->inbox().Peek(m, at, n) : View{nullptr, kWouldBlock};
   }
 
   void Consume(std::size_t n) override {
@@ -116,6 +116,13 @@ class VerbsRecv final : public RecvEnd {
   bool FinalWithoutPeer() const override { return false; }  // the control socket ends behind the data
 
  private:
+  // Whether more of it can be taken, where it was to be.
+  bool Here(const Message& m) {
+    if (!Ready() || !link_->Landed()) return false;
+    if (m.into != nullptr) link_->inbox().Direct(m.signature, reinterpret_cast<const std::byte*>(m.into->address));
+    return true;
+  }
+
   bool Ready() {
     if (link_->inbox().ready()) return true;
     link_->Drive();

@@ -2,7 +2,8 @@
 ordered with streams.
 
 Pieces pass through pinned memory of a fixed size (``native/host/staging.h``), which links fill and empty; or a GPU
-reads them from the memory of another one of the host, which it has opened (`open`). The copies have streams of their
+reads them from the memory of another one of the host, which it has opened (`open`); or RDMA devices of two hosts reach
+that of both (`runtime.window_memory`), and nothing is copied. The copies have streams of their
 own, on which nothing waits. So what waits for a stream of the user's is not begun before: the engine looks at an event
 (`after`).
 """

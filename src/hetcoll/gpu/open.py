@@ -13,7 +13,7 @@ import numpy as np
 from ..calls.buffers import VENDOR_OF, Buffer
 from ..config.env import Config
 from ..config.limits import Held
-from ..errors import ArgumentError, BufferTypeError, DeviceError
+from ..errors import ArgumentError, BufferTypeError, DeviceError, RegistrationError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.executor import Meet, Prepare, Seen
@@ -21,6 +21,7 @@ from ..types import FNUZ_OF, OCP_OF, Collective, Format
 from . import streams
 
 if TYPE_CHECKING:
+    from ..links.verbs.memory import Lease, Memory
     from ..runtime.planner import Planner
     from ..vendors.devices.base import Device
     from .copies import Copies
@@ -50,6 +51,7 @@ class Gpus:
         self.turn = threading.RLock()
         """Who sets a path up, or takes it the slow path: one thread at a time."""
         self._windows: dict[int, Seen] = {}
+        self._far_windows: tuple[str, ...] = ()
         self.executor: GpuExecutor | None = None
         self.cpu_rank: CpuRank | None = None
 
@@ -144,6 +146,22 @@ class Gpus:
         pinned = Pinned(wiring.pinned_bytes, len(wiring.locals))
         return Copies(self.device_of(buffer), wiring.engine, wiring.size, pinned)
 
+    def lease(self, memory: Memory, buffer: Buffer) -> Lease:
+        """See `runtime.executor.Gpus`."""
+        from .direct import why_not_direct
+
+        device = self.device_of(buffer)
+        try:
+            with device.active():
+                if reason := why_not_direct(self._wiring, device):
+                    raise RegistrationError(reason)
+                lease = memory.lease(buffer.ptr, buffer.nbytes, buffer.owner, device)
+        except RegistrationError as error:
+            self._far_windows = (f"windows between hosts: through pinned memory (staged; not direct: {error})",)
+            raise
+        self._far_windows = ("windows between hosts: by RDMA from and to the GPU's memory (direct)",)
+        return lease
+
     def on_host(self, buffer: Buffer, stream: object) -> Buffer:
         """See `runtime.executor.Gpus`."""
         if buffer.device == "cpu":
@@ -233,4 +251,4 @@ class Gpus:
     def describe(self) -> tuple[str, ...]:
         """For people: how data goes to each GPU, once that is known."""
         path = self.executor or self.cpu_rank
-        return () if path is None else path.paths()
+        return (() if path is None else path.paths()) + self._far_windows

@@ -21,6 +21,7 @@ from ..types import Collective, Format
 from ..work import Work
 
 if TYPE_CHECKING:
+    from ..links.verbs.memory import Lease, Memory
     from .planner import Planner  # a communicator loads it
 
 T = TypeVar("T")
@@ -192,6 +193,10 @@ class Gpus(Protocol):
 
     def copies(self, buffer: Buffer) -> Copies:
         """For the windows of this communicator, where memory is a GPU's such as `buffer`. Local."""
+
+    def lease(self, memory: Memory, buffer: Buffer) -> Lease:
+        """Have a window's memory, which is a GPU's, registered: peers' RDMA goes there. RegistrationError where it does
+        not: says why, as `describe` does from then on."""
 
     def on_host(self, buffer: Buffer, stream: object) -> Buffer:
         """The buffer itself, or a copy on the host of one on a GPU, after what is on `stream`."""

@@ -215,8 +215,11 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         except (DeviceError, BufferTypeError) as error:  # which all ranks hear of
             problem, buffer = f"{type(error).__name__}: {error}"[:_MOST_TEXT], None
     number = side.add_window(buffer, own)
-    shared = side.devices.share(buffer)
-    ready = side.registered.register(number, buffer)
+    shared, ready = side.devices.share(buffer), False
+    try:
+        ready = side.registered.register(number, buffer)
+    except DeviceError as error:
+        problem = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
     mine = [
         *(-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count),
         *(own, problem, shared, ready),

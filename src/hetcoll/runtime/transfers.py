@@ -70,7 +70,7 @@ class OneSided:
         seconds = core.config.timeout
         core.host.prepare(lambda check: core.wiring.ensure(edges, seconds, check), seconds)
         core.engine.serve_windows()
-        self.devices, self.registered = DeviceMemory(core), WindowMemory(core, memory)
+        self.devices, self.registered = DeviceMemory(core), WindowMemory(core, memory, gpus)
 
     def add_window(self, buffer: Buffer | None, signals: int) -> int:
         """Its number, which is the same on all ranks."""

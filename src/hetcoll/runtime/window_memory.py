@@ -7,21 +7,22 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..calls.buffers import Buffer
-from ..errors import ArgumentError, RegistrationError
+from ..errors import ArgumentError, DeviceError, RegistrationError
 from .core import Core
 
 if TYPE_CHECKING:
     from ..links.verbs.memory import Lease, Memory
+    from .executor import Gpus
 
 log = logging.getLogger("hetcoll")
 
 
 class WindowMemory:
     """Of the communicator that carries the messages of windows, `core`. `memory` is their communicator's own, which
-    both engines use where they have the same numbers for the ports."""
+    both engines use where they have the same numbers for the ports, and `gpus` its GPU's."""
 
-    def __init__(self, core: Core, memory: Memory | None) -> None:
-        self._core = core
+    def __init__(self, core: Core, memory: Memory | None, gpus: Gpus) -> None:
+        self._core, self._gpus = core, gpus
         own = core.wiring.memory
         self._memory = memory if memory is not None and own is not None and memory.ports == own.ports else None
         self._leases: dict[int, Lease] = {}  # of windows
@@ -30,16 +31,23 @@ class WindowMemory:
             self._memory.follow(core.engine)
 
     def register(self, window: int, buffer: Buffer | None) -> bool:
-        """Whether it is registered now, since others reach it over RDMA."""
+        """Whether it is registered now, since others reach it over RDMA. DeviceError where it is a GPU's, cannot be,
+        and HETCOLL_CROSS asks for that."""
         memory = self._memory
-        if memory is None or buffer is None or buffer.device != "cpu" or buffer.nbytes < memory.least:
+        if memory is None or buffer is None or buffer.nbytes < memory.least:
             return False
         if not any(map(self._over_rdma, range(self._core.size))):
             return False
+        on_gpu, cross = buffer.device != "cpu", self._core.wiring.topology.cross
         try:
-            self._leases[window] = memory.lease(buffer.ptr, buffer.nbytes, buffer.owner)
+            self._leases[window] = (
+                self._gpus.lease(memory, buffer) if on_gpu else memory.lease(buffer.ptr, buffer.nbytes, buffer.owner)
+            )
         except RegistrationError as error:
-            log.warning("a window whose bytes are copied: %s", error)
+            if on_gpu and cross == "direct":
+                raise DeviceError(f"HETCOLL_CROSS=direct: {error}") from error
+            if not on_gpu or cross == "auto":
+                log.warning("a window whose bytes are copied: %s", error)
             return False
         return True
 
