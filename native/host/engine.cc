@@ -49,9 +49,10 @@ void Engine::Abandon() {
 
 int Engine::AddPlan(std::span<const std::byte> encoded) {
   auto plan = std::make_unique<Plan>(encoded, options_.size);
+  const std::unique_lock lock = LockSoon();
   for (const StepRecord& s : plan->steps) {
     if (s.op == std::uint8_t(Op::kLocal)) throw PlanError("plan: a local step needs an island of devices");
-    if (s.op <= std::uint8_t(Op::kRecvReduce) && !Linked(s.peer, s.channel)) {
+    if (s.op <= std::uint8_t(Op::kRecvReduce) && !HasLink(s.peer, s.channel)) {
       throw PlanError("plan: no link to rank " + std::to_string(s.peer) + " on channel " + std::to_string(s.channel));
     }
   }
@@ -69,10 +70,16 @@ void Engine::Prepare(const Plan& plan) {
   }
 }
 
+// It stays where it is as long as the engine.
+const Plan& Engine::PlanOf(int number) {
+  const std::unique_lock lock = LockSoon();
+  return *plans_.at(static_cast<std::size_t>(number));
+}
+
 std::shared_ptr<Shape> Engine::Bind(int plan, DType dtype, ReduceOp op, std::size_t send_count, std::size_t recv_count,
                                     std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table,
                                     std::uint64_t descriptor, bool p2p, bool skip_empty, Format format) {
-  const Plan& p = *plans_.at(static_cast<std::size_t>(plan));
+  const Plan& p = PlanOf(plan);
   // Ranks that reduce the same elements may take their operands in another order, or be of another kind.
   const Kernels* kernels = FindKernels(dtype, op, (p.head.flags & kRedundant) != 0);
   for (const StepRecord& s : p.steps) {

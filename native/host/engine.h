@@ -92,7 +92,7 @@ class Engine {
   // The slots to and from a rank on a GPU, of this host.
   // `helpers`: threads that help with all such links, as many as the first one says.
   void AttachSlots(int peer, int channel, const Slots& out, const Slots& in, unsigned helpers);
-  bool Linked(int peer, int channel) const;
+  bool Linked(int peer, int channel);
 
   // TCP sockets that broke: see Mending. Of links that are attached once `MendTcp` gave the descriptor that is readable
   // while `TakeLost` has something. Callable from any thread; an engine that has failed refuses all.
@@ -201,8 +201,11 @@ class Engine {
   // For how long nothing has moved, of what is waited for; 0 unless it waits.
   double still_seconds() const;
 
-  // Memory that the ranks of this host share; null before AttachShm.
-  std::shared_ptr<Heap> heap() const { return heap_; }
+  // Memory that the ranks of this host share; null before AttachShm, and once it is closed.
+  std::shared_ptr<Heap> heap() {
+    const std::unique_lock lock = LockSoon();
+    return heap_;
+  }
 
   // Counters for tests and `explain`.
   std::uint64_t collectives() const { return history_.count(); }
@@ -222,7 +225,10 @@ class Engine {
     clock.Now();
     return (messages ? messages_ : history_).Last(most, clock);
   }
-  std::size_t scratch_bytes() const { return scratch_size_; }
+  std::size_t scratch_bytes() {
+    const std::unique_lock lock = LockSoon();
+    return scratch_size_;
+  }
   // Whether this process is a fork of the one that made the engine: then nothing here may be used, or destroyed.
   bool forked() const { return birthplace_.left(); }
   // In such a process, once: closes its copies of sockets, without a lock.
@@ -236,7 +242,9 @@ class Engine {
     contenders_.fetch_sub(1);
     return tcp_->mending == nullptr || failed() ? none : ask(*tcp_->mending);
   }
+  bool HasLink(int peer, int channel) { return links_.tx(peer, channel).end != nullptr; }
   void Prepare(const Plan& plan);
+  const Plan& PlanOf(int number);
   std::shared_ptr<Task> TakeTask(Shape& shape);
   std::uint64_t NextSignature(const Shape& shape, Task& task) {
     return Sign(shape.id, shape.descriptor, shape.p2p, task.mark);
@@ -305,7 +313,7 @@ class Engine {
   std::vector<std::unique_ptr<Plan>> plans_;
   std::atomic<int> shapes_{0};
 
-  std::mutex mutex_;  // tasks, ports, scratch
+  std::mutex mutex_;  // tasks, ports, scratch, plans
   std::atomic<int> contenders_{0};
   std::deque<std::shared_ptr<Task>> collectives_;
   std::vector<std::shared_ptr<Task>> p2p_;

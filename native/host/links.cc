@@ -186,6 +186,9 @@ EngineMemory Engine::Memory() {
   return held;
 }
 
-bool Engine::Linked(int peer, int channel) const { return const_cast<Links&>(links_).tx(peer, channel).end != nullptr; }
+bool Engine::Linked(int peer, int channel) {
+  const std::unique_lock lock = LockSoon();
+  return HasLink(peer, channel);
+}
 
 }  // namespace hetcoll

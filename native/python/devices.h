@@ -145,7 +145,7 @@ inline void BindDevices(nb::module_& m) {
   nb::class_<Ledger>(m, "Ledger")
       .def("__init__", [](Ledger* self, Address pages, int rank,
                           int size) { new (self) Ledger(As<LedgerPage*>(pages), rank, size); })
-      .def("note", &Ledger::Note, "entry"_a)
+      .def("note", &Ledger::Note, "entry"_a, nb::lock_self())
       .def("calls", &Ledger::calls, "rank"_a)
       .def("text", &Ledger::Text, "rank"_a, "number"_a);
   nb::class_<KernelShape>(m, "KernelShape");

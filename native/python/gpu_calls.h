@@ -3,6 +3,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -72,12 +75,11 @@ class GpuCalls {
     }
     const bool in_place = first->plain.data == second->plain.data;
     if (in_place && collective == static_cast<int>(Collective::kAlltoall)) return nb::none();  // another program
-    const std::shared_ptr<const GpuCall>* call =
+    const std::shared_ptr<const GpuCall> call =  // its own: another thread may change the cache
         cache_.Find({static_cast<std::uint8_t>(collective), first->plain.dtype, static_cast<std::uint8_t>(redop), root,
                      first->plain.count, second->plain.count});
-    if (call == nullptr) return nb::none();
-    const std::shared_ptr<const GpuCall> held = *call;  // another thread may change the cache that it lies in
-    Run(*held, reinterpret_cast<Address>(first->plain.data), reinterpret_cast<Address>(second->plain.data),
+    if (!call) return nb::none();
+    Run(*call, reinterpret_cast<Address>(first->plain.data), reinterpret_cast<Address>(second->plain.data),
         reinterpret_cast<Address>(first->stream), true);
     return WorkOf(Py_TYPE(send.ptr()), first->stream);
   }
@@ -101,8 +103,8 @@ class GpuCalls {
       if (call.kernel) {
         queue_.RunKernel(call.kernel, send, recv, stream, capturing);
       } else {
-        queue_.Run(call.program, send, recv, capturing ? capture_scratch_ : scratch_, signature, stream, join,
-                   capturing, residual);
+        queue_.Run(call.program, send, recv, (capturing ? capture_scratch_ : scratch_).load(std::memory_order_relaxed),
+                   signature, stream, join, capturing, residual);
       }
     });
   }
@@ -122,9 +124,9 @@ class GpuCalls {
   }
 
   // Device memory of at least the `scratch_bytes` of each program.
-  void SetScratch(Address scratch) { scratch_ = scratch; }
+  void SetScratch(Address scratch) { scratch_.store(scratch, std::memory_order_relaxed); }
   // The same for captured programs.
-  void SetCaptureScratch(Address scratch) { capture_scratch_ = scratch; }
+  void SetCaptureScratch(Address scratch) { capture_scratch_.store(scratch, std::memory_order_relaxed); }
 
  private:
   // Writes the call down for the other ranks and enqueues it; `enqueue` is told whether it is captured.
@@ -132,8 +134,7 @@ class GpuCalls {
   void Enter(const GpuCall& call, Address stream, Enqueue&& enqueue) {
     const bool capturing = Capturing(call, stream);
     for (const GpuNote& note : call.notes) {
-      const int peer = note.ledger->Note(capturing ? Ledger::Captured(note.entry) : note.entry);
-      if (peer >= 0) hooks_.differs(note.object, peer);
+      if (const int peer = Write(note, capturing); peer >= 0) hooks_.differs(note.object, peer);
     }
     std::optional<std::string> broken;
     {
@@ -146,6 +147,12 @@ class GpuCalls {
       }
     }
     if (broken) hooks_.broken(broken->c_str());  // in the middle of a call: others wait for this rank
+  }
+
+  // One at a time: a ledger of this rank may be that of several communicators.
+  static int Write(const GpuNote& note, bool capturing) {
+    const nb::ft_object_guard lock(note.object);
+    return note.ledger->Note(capturing ? Ledger::Captured(note.entry) : note.entry);
   }
 
   // Whether a graph is being captured; refuses the call, before anything is said to the others, where it cannot be.
@@ -170,22 +177,37 @@ class GpuCalls {
   nb::object WorkOf(PyTypeObject* type, void* on) {
     const KnownTypes::TensorType* tensor = KnownTypes::Instance().FindTensorType(type);
     if (tensor == nullptr) {  // Memory, which says itself on which stream it is: one handle for each of the last ones
-      for (const auto& [stream, work] : memory_works_) {
-        if (stream == on) return work;
-      }
-      if (memory_works_.size() >= kMostStreams) memory_works_.clear();
       const auto fixed = [on] { return reinterpret_cast<Address>(on); };
-      return memory_works_.emplace_back(on, hooks_.work(nb::cpp_function(fixed))).second;
-    }
-    for (const auto& [known, work] : works_) {
-      if (known == type) return work;
+      return Kept(memory_works_, on, kMostStreams, fixed);
     }
     const auto current = [find = tensor->current_stream, kind = device_type_, index = device_id_] {
       void* stream = nullptr;
       if (find(kind, index, &stream) != 0) throw nb::python_error();
       return reinterpret_cast<Address>(stream);
     };
-    return works_.emplace_back(type, hooks_.work(nb::cpp_function(current))).second;
+    return Kept(works_, type, SIZE_MAX, current);
+  }
+
+  template <class Key>
+  using Works = std::vector<std::pair<Key, nb::object>>;
+
+  // The handle of `key`. Where there is none it is made, and those there are go where they are `most`.
+  template <class Key, class Stream>
+  nb::object Kept(Works<Key>& works, Key key, std::size_t most, const Stream& stream) {
+    const auto find = [&] {
+      const auto at = std::find_if(works.begin(), works.end(), [&](const auto& each) { return each.first == key; });
+      return at == works.end() ? nb::object() : at->second;
+    };
+    {
+      const nb::ft_lock_guard lock(works_mutex_);
+      if (nb::object found = find(); found.is_valid()) return found;
+    }
+    nb::object made = hooks_.work(nb::cpp_function(stream));  // which runs Python, without the lock
+    Works<Key> over;
+    const nb::ft_lock_guard lock(works_mutex_);
+    if (nb::object found = find(); found.is_valid()) return found;  // another thread's
+    if (works.size() >= most) over.swap(works);
+    return works.emplace_back(key, std::move(made)).second;
   }
 
   bool Ours(const GpuTensor& t) const { return t.device_type == device_type_ && t.device_id == device_id_; }
@@ -201,13 +223,14 @@ class GpuCalls {
   std::int32_t device_type_;
   std::int32_t device_id_;
   GpuHooks hooks_;
-  Address scratch_ = 0;
-  Address capture_scratch_ = 0;
+  std::atomic<Address> scratch_{0};
+  std::atomic<Address> capture_scratch_{0};
   std::uint32_t left_out_ = 0;
   CallCache<const GpuCall> cache_;
-  std::vector<std::pair<PyTypeObject*, nb::object>> works_;
   static constexpr std::size_t kMostStreams = 16;
-  std::vector<std::pair<void*, nb::object>> memory_works_;
+  nb::ft_mutex works_mutex_;  // of what follows
+  Works<PyTypeObject*> works_;
+  Works<void*> memory_works_;
 };
 
 }  // namespace hetcoll

@@ -10,11 +10,12 @@
 
 #include <Python.h>
 
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
+#include <mutex>
 #include <optional>
-#include <vector>
 
 #include "base/types.h"
 
@@ -47,7 +48,26 @@ struct DlExchange {
   int (*current_stream)(std::int32_t device_type, std::int32_t device_id, void** out);
 };
 
-// One per process, used under the interpreter's lock. What it refers to is never given back: there are few.
+// Entries that are only ever added, by one thread at a time; any thread may look at those that are there.
+template <class Entry, std::size_t kMost>
+class Grown {
+ public:
+  // Nothing happens where there is room for no more.
+  void Add(const Entry& entry) {
+    const std::size_t at = count_.load(std::memory_order_relaxed);
+    if (at >= kMost) return;
+    entries_[at] = entry;
+    count_.store(at + 1, std::memory_order_release);
+  }
+  const Entry* begin() const { return entries_.data(); }
+  const Entry* end() const { return entries_.data() + count_.load(std::memory_order_acquire); }
+
+ private:
+  std::array<Entry, kMost> entries_{};
+  std::atomic<std::size_t> count_{0};
+};
+
+// One per process, for any thread. What it refers to is never given back: there are few.
 class KnownTypes {
  public:
   static KnownTypes& Instance() {
@@ -56,8 +76,8 @@ class KnownTypes {
   }
 
   void AddDtype(PyObject* dtype, DType number) {
-    if (dtypes_.size() >= kMost || FindDtype(dtype)) return;
-    dtypes_.push_back({Py_NewRef(dtype), number});
+    const std::lock_guard lock(mutex_);
+    if (!FindDtype(dtype)) dtypes_.Add({Py_NewRef(dtype), number});
   }
 
   // False where the type exports no such function.
@@ -69,20 +89,19 @@ class KnownTypes {
     PyErr_Clear();
     const auto* api = static_cast<const DlExchange*>(table);
     while (api != nullptr && api->major != 1) api = api->previous;
-    if (api == nullptr || api->export_borrowed == nullptr || tensors_.size() >= kMost) return false;
-    tensors_.push_back({reinterpret_cast<PyTypeObject*>(Py_NewRef(type)), api->export_borrowed, api->current_stream});
-    return true;
+    if (api == nullptr || api->export_borrowed == nullptr) return false;
+    const std::lock_guard lock(mutex_);  // under which no Python runs
+    if (FindExport(reinterpret_cast<PyTypeObject*>(type)) == nullptr) {
+      tensors_.Add({reinterpret_cast<PyTypeObject*>(Py_NewRef(type)), api->export_borrowed, api->current_stream});
+    }
+    return FindExport(reinterpret_cast<PyTypeObject*>(type)) != nullptr;
   }
 
-  void SetArrayType(PyTypeObject* type) {
-    array_type_ = reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type)));
-  }
-  bool IsArray(PyObject* object) const { return Py_TYPE(object) == array_type_; }
+  void SetArrayType(PyTypeObject* type) { array_type_.store(Kept(type), std::memory_order_release); }
+  bool IsArray(PyObject* object) const { return Py_TYPE(object) == array_type_.load(std::memory_order_acquire); }
 
-  void SetMemoryType(PyTypeObject* type) {
-    memory_type_ = reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type)));
-  }
-  bool IsMemory(PyObject* object) const { return Py_TYPE(object) == memory_type_; }
+  void SetMemoryType(PyTypeObject* type) { memory_type_.store(Kept(type), std::memory_order_release); }
+  bool IsMemory(PyObject* object) const { return Py_TYPE(object) == memory_type_.load(std::memory_order_acquire); }
 
   // The type of the elements, where AddDtype was told of it.
   std::optional<DType> FindDtype(PyObject* dtype) const {
@@ -116,10 +135,15 @@ class KnownTypes {
   };
   static constexpr std::size_t kMost = 16;
 
-  PyTypeObject* array_type_ = nullptr;   // numpy.ndarray, where its fields are known
-  PyTypeObject* memory_type_ = nullptr;  // our own Memory
-  std::vector<KnownDtype> dtypes_;
-  std::vector<TensorType> tensors_;
+  static PyTypeObject* Kept(PyTypeObject* type) {
+    return reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type)));
+  }
+
+  std::atomic<PyTypeObject*> array_type_{nullptr};   // numpy.ndarray, where its fields are known
+  std::atomic<PyTypeObject*> memory_type_{nullptr};  // our own Memory
+  std::mutex mutex_;                                 // of adding
+  Grown<KnownDtype, kMost> dtypes_;
+  Grown<TensorType, kMost> tensors_;
 };
 
 }  // namespace hetcoll

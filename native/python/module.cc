@@ -220,11 +220,15 @@ NB_MODULE(_native, m) {
           nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "local_rank"_a, "spin_seconds"_a, "oversubscribed"_a,
           "timeout"_a, "fault"_a = "", "integrity"_a = 0)
       .def("set_starts", &PyEngine::SetStarts, "starts"_a)
-      .def("sample_calls", &PyEngine::SampleCalls)
-      .def("take_due", &PyEngine::TakeDue, "collective"_a, "nbytes"_a)
+      .def("sample_calls", [](PyEngine& e) { e.sampling().Begin(); })
+      .def(
+          "take_due",
+          [](PyEngine& e, int collective, std::size_t nbytes) { return e.sampling().TakeDue(collective, nbytes); },
+          "collective"_a, "nbytes"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
-      .def("set_ops", &PyEngine::SetOps)
+      .def("set_ops", &PyEngine::SetOps, "labels"_a, "done"_a, "on_stuck"_a, "on_interrupt"_a, "on_news"_a,
+           "on_wait"_a.none())
       .def("close", &PyEngine::Close)
       .def("empty", &PyEngine::Empty)
       .def("attach_shm",

@@ -26,45 +26,89 @@ class Persistent {
         recv_(reinterpret_cast<void*>(recv)),
         slow_(std::move(slow)) {}
   ~Persistent() {
-    if (task_) engine_.KeepUntilDone(std::move(task_), std::move(slow_));
+    if (begun_.task) engine_.KeepUntilDone(std::move(begun_.task), std::move(slow_));
   }
   Persistent(const Persistent&) = delete;
   Persistent& operator=(const Persistent&) = delete;
 
   void Start() {
-    if (active_) {
+    if (!Leave(State::kIdle, State::kStarting)) {
       PyErr_SetString(nb::module_::import_("hetcoll.errors").attr("ArgumentError").ptr(),
                       "start(): wanted wait() since the last start(), got none");
       throw nb::python_error();
     }
-    if (!fast_ || !engine_.Start(key_, send_, recv_, task_)) work_ = slow_();
-    active_ = true;
+    Begun begun;
+    try {
+      if (!fast_ || !engine_.Start(key_, send_, recv_, begun.task)) begun.work = slow_();
+    } catch (...) {
+      static_cast<void>(Leave(State::kStarting, State::kIdle));
+      throw;
+    }
+    const nb::ft_lock_guard lock(mutex_);
+    begun_ = std::move(begun);
+    state_ = State::kActive;
   }
 
+  // Several threads may wait for one start: all of them until it is over.
   void Wait() {
-    active_ = false;
-    if (task_) engine_.Await(std::exchange(task_, nullptr));
-    if (work_.is_valid()) std::exchange(work_, nb::object()).attr("wait")();
+    const Begun begun = Look();
+    try {
+      if (begun.task) engine_.Await(begun.task);
+      if (begun.work.is_valid()) begun.work.attr("wait")();
+    } catch (...) {
+      End(begun);
+      throw;
+    }
+    End(begun);
   }
 
-  bool done() const {
-    if (task_) return task_->state.load() != Task::State::kRunning;
-    return !work_.is_valid() || nb::cast<bool>(work_.attr("done"));
+  bool done() {
+    const Begun begun = Look();
+    if (begun.task) return begun.task->state.load() != Task::State::kRunning;
+    return !begun.work.is_valid() || nb::cast<bool>(begun.work.attr("done"));
   }
 
   nb::handle slow() const { return slow_; }
-  nb::handle work() const { return work_; }
+  nb::handle work() const { return begun_.work; }
 
  private:
+  enum class State { kIdle, kStarting, kActive };
+  struct Begun {
+    std::shared_ptr<Task> task;  // by the fast path
+    nb::object work;             // by the slow path
+  };
+
+  // False, and nothing done, where it is in another state.
+  bool Leave(State from, State to) {
+    const nb::ft_lock_guard lock(mutex_);
+    if (state_ != from) return false;
+    state_ = to;
+    return true;
+  }
+
+  Begun Look() {
+    const nb::ft_lock_guard lock(mutex_);
+    return begun_;
+  }
+
+  // What was begun is over, unless another thread has said so and perhaps started anew.
+  void End(const Begun& begun) {
+    Begun over;  // what dies may run Python, and does so once the lock is free
+    const nb::ft_lock_guard lock(mutex_);
+    if (state_ != State::kActive || begun_.task != begun.task || !begun_.work.is(begun.work)) return;
+    std::swap(over, begun_);
+    state_ = State::kIdle;
+  }
+
   PyEngine& engine_;
   CallKey key_;
   bool fast_;
   void* send_;
   void* recv_;
   nb::object slow_;
-  std::shared_ptr<Task> task_;  // what the fast path has begun and not ended
-  nb::object work_;             // what the slow path has begun
-  bool active_ = false;
+  nb::ft_mutex mutex_;  // of what follows
+  State state_ = State::kIdle;
+  Begun begun_;  // and not over; nothing where it was over at once
 };
 
 inline int TraversePersistent(PyObject* self, visitproc visit, void* arg) {

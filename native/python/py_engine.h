@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,6 +25,8 @@
 #include "python/call_words.h"
 #include "python/copies.h"
 #include "python/host_buffer.h"
+#include "python/sampling.h"
+#include "python/waiting.h"
 
 namespace hetcoll {
 
@@ -99,11 +103,11 @@ class PyEngine {
                       root,
                       send_buffer.count(),
                       out.count()};
-    const std::shared_ptr<Shape>* shape = cache_.Find(key);
-    if (shape == nullptr || IsDue(key.collective, send_buffer.nbytes())) return nb::none();
+    const std::shared_ptr<Shape>& shape = cache_.Find(key);
+    if (!shape || sampling_.IsDue(key.collective, send_buffer.nbytes())) return nb::none();
     // A message's shape has one buffer; which of the two it is, its plan knows.
     const std::size_t nbytes = std::max(send_buffer.nbytes(), out.nbytes());
-    const Status status = Run(*shape, send_buffer.data(), out.data(), nbytes, timeout_);
+    const Status status = Run(shape, send_buffer.data(), out.data(), nbytes, timeout_);
     if (status != Status::kDone) on_stuck_(status);  // raises, or has waited until it was done
     TellNews();
     return done_;
@@ -112,10 +116,9 @@ class PyEngine {
   // Begins a collective that was run before with the same counts; `pending` is what is left of it, if anything. False:
   // it was not run before, or the fast path refuses calls now, and nothing was done.
   bool Start(const CallKey& key, void* send, void* recv, std::shared_ptr<Task>& pending) {
-    if (!starts_ || engine_.forked() || engine_.failed()) return false;
-    const std::shared_ptr<Shape>* found = cache_.Find(key);
-    if (found == nullptr || IsDue(key.collective, (*found)->bound.send_bytes)) return false;
-    const std::shared_ptr<Shape> shape = *found;  // another thread may change the cache that it lies in
+    if (!starts_.load(std::memory_order_relaxed) || engine_.forked() || engine_.failed()) return false;
+    const std::shared_ptr<Shape> shape = cache_.Find(key);  // its own: another thread may change the cache
+    if (!shape || sampling_.IsDue(key.collective, shape->bound.send_bytes)) return false;
     Outcome outcome = Outcome::kPending;
     if (std::max(shape->bound.send_bytes, shape->bound.recv_bytes) <= kHoldGilBytes) {
       outcome = engine_.RunPrompt(shape, send, recv, pending, nullptr);
@@ -139,7 +142,12 @@ class PyEngine {
 
   // `memory` stays until what uses it is over, or with the engine.
   void KeepUntilDone(std::shared_ptr<Task> task, nb::object memory) {
-    std::erase_if(kept_, [](const auto& each) { return each.first->state.load() != Task::State::kRunning; });
+    Keeping over;  // what dies may run Python, and does so once the lock is free
+    const nb::ft_lock_guard lock(kept_mutex_);
+    const auto running = [](const auto& each) { return each.first->state.load() == Task::State::kRunning; };
+    const auto ended = std::partition(kept_.begin(), kept_.end(), running);
+    std::move(ended, kept_.end(), std::back_inserter(over));
+    kept_.erase(ended, kept_.end());
     kept_.emplace_back(std::move(task), std::move(memory));
   }
 
@@ -149,44 +157,22 @@ class PyEngine {
       nb::gil_scoped_release release;
       engine_.Close();
     }
-    kept_.clear();
+    Keeping over;
+    const nb::ft_lock_guard lock(kept_mutex_);
+    over.swap(kept_);
   }
 
-  // HETCOLL_CHECK=sampled: from here on `IsDue` counts.
-  void SampleCalls() { samples_ = true; }
-
-  // Whether a call that reduces so many bytes of each rank is to be checked: then it is for the slow path, where the
-  // count begins anew. All ranks come to the same answer, since each of these calls is counted once, by what it has in
-  // common. Checks take less than a hundredth of what calls take, where a call takes no less than 1.5 us and 0.05 ns a
-  // byte, and a check no more than 2 ms and 10 ns a byte.
-  bool IsDue(int collective, std::size_t nbytes) {
-    if (!samples_) [[likely]]
-      return false;
-    const auto kind = static_cast<Collective>(collective);
-    if (kind != Collective::kAllreduce && kind != Collective::kReduceScatter && kind != Collective::kReduce) {
-      return false;
-    }
-    constexpr std::uint64_t kOneOf = 100;
-    constexpr std::uint64_t kCall = 150'000, kCallByte = 5, kCheck = 200'000'000, kCheckByte = 1000;  // ns / 100
-    if (called_ >= kOneOf * (kCheck + kCheckByte * nbytes)) return true;
-    called_ += kCall + kCallByte * nbytes;
-    return false;
-  }
-  // The same for the slow path.
-  bool TakeDue(int collective, std::size_t nbytes) {
-    const bool due = IsDue(collective, nbytes);
-    if (due) called_ = 0;
-    return due;
-  }
+  // HETCOLL_CHECK=sampled.
+  Sampling& sampling() { return sampling_; }
 
   // Whether `Start` may begin calls.
-  void SetStarts(bool starts) { starts_ = starts; }
+  void SetStarts(bool starts) { starts_.store(starts, std::memory_order_relaxed); }
 
   // Whether a message such as this went over the fast path before: then RunMessages will know it, too.
   bool Knows(int kind, nb::handle object, nb::handle peer) {
     HostBuffer buffer;
     const std::int32_t rank = SmallNumber(peer.ptr());
-    return rank >= 0 && buffer.Read(object.ptr(), kind != kCallSend) && FindMessage(kind, buffer, rank) != nullptr;
+    return rank >= 0 && buffer.Read(object.ptr(), kind != kCallSend) && FindMessage(kind, buffer, rank);
   }
 
   // Runs messages, each (kind, object, peer), beside each other to their end. False: one of them is not known, and
@@ -198,9 +184,9 @@ class PyEngine {
       const int kind = nb::cast<int>(message[0]);
       HostBuffer& buffer = buffers.emplace_back();
       if (!buffer.Read(nb::object(message[1]).ptr(), kind != kCallSend)) return false;
-      const std::shared_ptr<Shape>* shape = FindMessage(kind, buffer, nb::cast<int>(message[2]));
-      if (shape == nullptr) return false;
-      parts.emplace_back(*shape, buffer.data());
+      const std::shared_ptr<Shape>& shape = FindMessage(kind, buffer, nb::cast<int>(message[2]));
+      if (!shape) return false;
+      parts.emplace_back(shape, buffer.data());
     }
     std::vector<Ticket> tickets;
     {
@@ -293,14 +279,16 @@ class PyEngine {
   static Ticket pending() { return std::move(t_pending); }
 
   // `labels` are the interned strings that name the reductions, by number; `done` is what calls return.
-  void SetOps(nb::tuple labels, nb::object done, nb::callable on_stuck, nb::callable on_interrupt,
-              nb::callable on_news) {
+  // `on_wait` hears of a thread that waits for longer than a moment, and when it does not any more; or None.
+  void SetOps(nb::tuple labels, nb::object done, nb::callable on_stuck, nb::callable on_interrupt, nb::callable on_news,
+              nb::object on_wait) {
     if (labels.size() != op_labels_.size()) throw nb::value_error("set_ops: one name for each reduction");
     for (std::size_t i = 0; i < op_labels_.size(); ++i) op_labels_[i] = labels[i];
     done_ = std::move(done);
     on_stuck_ = std::move(on_stuck);
     on_interrupt_ = std::move(on_interrupt);
     on_news_ = std::move(on_news);
+    on_wait_ = std::move(on_wait);
   }
 
   int rank() const { return rank_; }
@@ -314,7 +302,9 @@ class PyEngine {
   }
 
  private:
-  const std::shared_ptr<Shape>* FindMessage(int kind, const HostBuffer& buffer, int peer) {
+  using Keeping = std::vector<std::pair<std::shared_ptr<Task>, nb::object>>;
+
+  CallCache<Shape>::Found FindMessage(int kind, const HostBuffer& buffer, int peer) {
     return cache_.Find({static_cast<std::uint8_t>(kind), buffer.dtype(), static_cast<std::uint8_t>(ReduceOp::kSum),
                         peer, buffer.count(), buffer.count()});
   }
@@ -344,6 +334,7 @@ class PyEngine {
 
   // Waits without the interpreter's lock, looking at signals now and then.
   Status DriveTo(const Pending& task, std::int64_t deadline) {
+    Waiting waiting(on_wait_);
     for (;;) {
       if (engine_.forked()) return Status::kFailed;  // a signal handler may have forked
       const std::int64_t until = std::min(deadline, NowNs() + kSignalSliceNs);
@@ -355,6 +346,7 @@ class PyEngine {
       if (outcome == Outcome::kDone) return Status::kDone;
       if (outcome == Outcome::kFailed) return Status::kFailed;
       if (PyErr_CheckSignals() != 0) Interrupt();
+      waiting.Tell();
       if (NowNs() >= deadline) return Status::kTimedOut;
     }
   }
@@ -373,16 +365,17 @@ class PyEngine {
     Engine engine_;
   };
   CallCache<Shape> cache_;
-  bool starts_ = false;
-  bool samples_ = false;
-  std::uint64_t called_ = 0;  // since a call was checked: hundredths of a ns that calls took at least
-  std::vector<std::pair<std::shared_ptr<Task>, nb::object>> kept_;
+  std::atomic<bool> starts_{false};
+  Sampling sampling_;
+  nb::ft_mutex kept_mutex_;
+  Keeping kept_;
   inline static thread_local Ticket t_pending;
   std::array<nb::object, kReduceOps> op_labels_;
   nb::object done_;
   nb::object on_interrupt_;
   nb::object on_news_;
   nb::object on_stuck_;
+  nb::object on_wait_ = nb::none();
 };
 
 }  // namespace hetcoll

@@ -657,13 +657,19 @@ class Communicator:
         A communicator whose last reference goes is closed soon after, with a ResourceWarning. A `Work` refers to its
         communicator until it was waited for.
         """
-        if not self._closed:
-            self._closed = self._host.closed = True
-            try:
+        if self._closed:
+            return
+        first = False  # of several threads that close it
+        try:
+            with self._core.choosing:
+                first, self._closed = not self._closed, True
+                self._host.closed = True
+            if first:
                 self._give_back()
-            except (KeyboardInterrupt, SystemExit):  # of a signal handler: nobody closes it a second time
+        except (KeyboardInterrupt, SystemExit):  # of a signal handler: nobody closes it a second time
+            if first:
                 lifetime.drop(self._give_back)
-                raise
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -682,7 +688,8 @@ class Communicator:
 
     def _give_back(self) -> None:
         lifetime.forget(self)
-        self._call = refuse
+        with self._core.choosing:
+            self._call = refuse
         self._core.close()
 
     def abandon(self) -> None:

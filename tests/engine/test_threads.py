@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import sysconfig
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -150,31 +152,73 @@ def test_collectives_that_threads_begin_in_one_order(launch: Launch, transport: 
     assert launch(3, HETCOLL_TRANSPORT=transport).run(collectives_in_order, 20) == [0, 0, 0]
 
 
-def communicators_of_their_own(comm: hetcoll.Communicator, threads: int, times: int) -> int:
-    """Each thread hammers a communicator of its own, by calls that wait and by asynchronous ones."""
-    parts = [comm.split(0) for _ in range(threads)]
+def all_at_once(comm: hetcoll.Communicator, times: int) -> int:
+    """Threads with communicators of their own, ever other sizes and calls that wait and that do not; on one that they
+    share a thread that sends, one that receives and one that splits it and closes the parts; and one that looks."""
+    parts = [comm.split(0) for _ in range(3)]
+    me, size, over = comm.rank, comm.size, threading.Event()
+    total = size * (size - 1) / 2
 
-    def run(mine: int) -> int:
+    def hammer(mine: int) -> int:
         part, wrong = parts[mine], 0
         assert part is not None
         for i in range(times):
-            x = np.full(1 + 97 * (i % 40), comm.rank + float(i + mine))
+            x = np.full(1 + 97 * (i % 40), me + float(i + mine))
             y = x.copy()
             work = part.allreduce(x, async_op=True)
             part.allreduce(y, op=hetcoll.ReduceOp.MAX)
             work.wait()
-            total = comm.size * (comm.size - 1) / 2 + comm.size * (i + mine)
-            wrong += not (x == total).all() or not (y == comm.size - 1 + i + mine).all()
+            wrong += not (x == total + size * (i + mine)).all() or not (y == size - 1 + i + mine).all()
         return wrong
 
-    wrong = sum(together(*(functools.partial(run, mine) for mine in range(threads))))
+    def send() -> int:
+        for i in range(times):
+            comm.send(np.full(1 + 333 * (i % 8), float(i)), (me + 1) % size)
+        return 0
+
+    def receive() -> int:
+        got = [np.zeros(1 + 333 * (i % 8)) for i in range(times)]
+        for x in got:
+            comm.recv(x, (me - 1) % size)
+        return sum(not (x == i).all() for i, x in enumerate(got))
+
+    def split() -> int:
+        wrong = 0
+        for i in range(times // 20):
+            part = comm.split(0, key=-me)
+            assert part is not None
+            x = np.full(50, float(part.rank + i))
+            part.allreduce(x)
+            wrong += not (x == total + size * i).all()
+            comm.barrier()
+            part.close()
+        return wrong
+
+    def look() -> int:
+        while not over.wait(0.01):
+            found = comm.counters(), comm.memory(), comm.dump(), comm.explain("allreduce", 64), repr(parts)
+            assert all(found)
+        return 0
+
+    ended: list[int] = []
+
+    def counted(call: Callable[[], int]) -> int:
+        try:
+            return call()
+        finally:
+            ended.append(1)
+            if len(ended) == len(work):
+                over.set()
+
+    work = [*(functools.partial(hammer, mine) for mine in range(len(parts))), send, receive, split]
+    wrong = sum(together(*(functools.partial(counted, each) for each in work), look))
     comm.barrier()
     return wrong
 
 
 @TRANSPORTS
-def test_threads_that_hammer_communicators_of_their_own(launch: Launch, transport: str) -> None:
-    assert launch(2, HETCOLL_TRANSPORT=transport).run(communicators_of_their_own, 3, 150) == [0, 0]
+def test_threads_that_do_everything_at_once(launch: Launch, transport: str) -> None:
+    assert launch(2, HETCOLL_TRANSPORT=transport).run(all_at_once, 100) == [0, 0]
 
 
 def collectives_in_another_order(comm: hetcoll.Communicator) -> str:
@@ -211,6 +255,87 @@ def test_collectives_that_threads_begin_in_different_orders(launch: Launch, tran
     assert all("allreduce" in text and "alltoall" in text for text in said), said
 
 
+def close_beside_calls(comm: hetcoll.Communicator, times: int) -> list[str]:
+    """Threads are in calls that cannot end, or begin new ones, when two others close the communicator, and when it is
+    closed elsewhere."""
+    found = set()
+
+    def run(part: hetcoll.Communicator, call: Callable[[], Any]) -> None:
+        try:
+            while True:
+                call()
+        except (hetcoll.AbortedError, hetcoll.ClosedError, hetcoll.PeerLostError) as error:
+            found.add(type(error).__name__)
+        assert part.closed or comm.rank == 1
+
+    for _ in range(times):
+        part = comm.split(0)
+        assert part is not None
+        peer, x = 1 - comm.rank, np.ones(10)
+
+        def message(part: hetcoll.Communicator = part, peer: int = peer) -> None:
+            part.recv(np.zeros(3), peer)  # which nobody sends
+
+        def close(part: hetcoll.Communicator = part) -> None:
+            wait_until(lambda: part._engine.collectives > 20 or part.error is not None)
+            part.close()
+
+        calls = [
+            functools.partial(run, part, message),
+            functools.partial(run, part, functools.partial(part.allreduce, x)),
+        ]
+        together(*calls, *([close, close] if comm.rank == 0 else []))
+        part.close()
+        with pytest.raises(hetcoll.ClosedError):
+            part.barrier()
+        comm.barrier()
+    return sorted(found)
+
+
+@TRANSPORTS
+def test_threads_close_beside_calls(launch: Launch, transport: str) -> None:
+    first, second = launch(2, HETCOLL_TRANSPORT=transport).run(close_beside_calls, 5)
+    assert set(first) <= {"AbortedError", "ClosedError"}
+    assert second == ["PeerLostError"]
+
+
+def started_twice(comm: hetcoll.Communicator, times: int) -> int:
+    """Of two threads that start one operation at once, one is refused; whoever waits for it waits to its end."""
+    refused, x = 0, np.zeros(20_000)
+    op = comm.allreduce_init(x)
+
+    def start() -> int:
+        try:
+            op.start()
+        except hetcoll.ArgumentError:
+            return 1
+        return 0
+
+    def wait() -> bool:
+        op.wait()
+        return bool((x == comm.size).all())
+
+    for _ in range(times):
+        x[:] = 1
+        refused += sum(together(start, start))
+        assert all(together(wait, wait))
+    return refused
+
+
+def test_threads_that_start_one_operation(launch: Launch) -> None:
+    assert launch(2).run(started_twice, 20) == [20, 20]
+
+
+def test_nothing_turns_the_gil_on(launch: Launch) -> None:
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("this Python cannot do without")
+    assert launch(1).run(has_gil) == [False]
+
+
+def has_gil(_: hetcoll.Communicator) -> bool:
+    return bool(getattr(sys, "_is_gil_enabled")())  # noqa: B009  # of Python 3.13
+
+
 def groups_at_once(comm: hetcoll.Communicator) -> list[list[float]]:
     """Each thread has a group of its own, and a message outside of it goes at once."""
     peer, inside, done = 1 - comm.rank, threading.Barrier(2), threading.Event()
@@ -237,3 +362,24 @@ def groups_at_once(comm: hetcoll.Communicator) -> list[list[float]]:
 def test_groups_of_several_threads(launch: Launch) -> None:
     wanted = [[1.0] * 5, [1.0] * 5, [3.0] * 5]
     assert launch(2).run(groups_at_once) == [wanted] * 2
+
+
+def quick_groups(comm: hetcoll.Communicator, times: int) -> int:
+    """Groups of two threads, one to each other rank, begin and end beside each other: what is in one is only noted."""
+
+    def exchange(peer: int) -> int:
+        wrong = 0
+        for i in range(times):
+            got = np.zeros(4)
+            with comm.group():
+                comm.recv(got, peer)
+                comm.send(np.full(4, i + 1.0), peer)
+                wrong += not (got == 0).all()
+            wrong += not (got == i + 1).all()
+        return wrong
+
+    return sum(together(*(functools.partial(exchange, peer) for peer in range(3) if peer != comm.rank)))
+
+
+def test_groups_that_begin_and_end_beside_each_other(launch: Launch) -> None:
+    assert launch(3).run(quick_groups, 100) == [0, 0, 0]

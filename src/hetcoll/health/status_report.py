@@ -18,6 +18,9 @@ from .desync_report import WINDOW, Answer, Called, Edge, Wait
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _CALLS = {os.path.join(_PACKAGE, f"{name}.py") for name in ("communicator", "work")}
 
+FREE_THREADED = not getattr(sys, "_is_gil_enabled", lambda: True)()
+"""Whether Python runs without a GIL."""
+
 _JAX = os.path.join(_PACKAGE, "jax", "handler.py")
 
 
@@ -53,6 +56,9 @@ class StatusReporter:
 
     `calls` are the calls that took the slow path and are not over, by thread. `preparing` is the thread whose call is a
     collective that has no number yet.
+
+    What a thread is in, its frames say. Where Python runs without a GIL they are for that thread alone, since to read
+    others' while they run may crash: who waits tells (`telling`).
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class StatusReporter:
         self.calls: dict[int, str] = {}
         self.preparing: int | None = None
         self.connecting: dict[int, tuple[int, ...]] = {}  # by thread: the ranks to which it waits to be linked
+        self._told: dict[int, Called] = {}  # by thread, without a GIL: the call that it waits in
 
     def since(self) -> int:
         """The first collective that a question of this rank is about."""
@@ -110,26 +117,54 @@ class StatusReporter:
 
     def inside(self, thread: int | None = None) -> Called | None:
         """The call of the communicator that this thread of the program is in; without one, that any thread is in."""
-        comm = self._comm()
+        comm, mine = self._comm(), threading.get_ident()
         if comm is None:
             return None
-        for number, frame in sys._current_frames().items():
-            if thread not in (None, number):
-                continue
-            outermost, what = None, ""
-            inner: FrameType | None = frame
-            while inner is not None:
-                if inner.f_code.co_filename in _CALLS:
-                    owner: Any = inner.f_locals.get("self")
-                    if getattr(owner, "_comm", None) is comm:  # a `Work`
-                        outermost, what = inner, owner._what
-                    elif owner is comm:
-                        outermost = inner
-                inner = inner.f_back
-            if outermost is not None:
-                name = outermost.f_code.co_name
-                return Called(what or self.calls.get(number) or self._latest(name), call_site(outermost))
-        return None
+        if thread == mine:
+            return self._called(comm, mine, sys._getframe())
+        if FREE_THREADED:
+            told = {number: Called(what) for number, what in list(self.calls.items())} | self._told
+            return next((called for number, called in told.items() if thread in (None, number)), None)
+        frames = sys._current_frames().items()
+        found = (self._called(comm, number, frame) for number, frame in frames if thread in (None, number))
+        return next((called for called in found if called is not None), None)
+
+    def _called(self, comm: object, thread: int, frame: FrameType) -> Called | None:
+        """The call of the communicator that a thread with this innermost frame is in."""
+        outermost, what = None, ""
+        inner: FrameType | None = frame
+        while inner is not None:
+            if inner.f_code.co_filename in _CALLS:
+                owner: Any = inner.f_locals.get("self")
+                if getattr(owner, "_comm", None) is comm:  # a `Work`
+                    outermost, what = inner, owner._what
+                elif owner is comm:
+                    outermost = inner
+            inner = inner.f_back
+        if outermost is None:
+            return None
+        return Called(what or self.calls.get(thread) or self._latest(outermost.f_code.co_name), call_site(outermost))
+
+    def tell(self, waits: bool) -> bool:
+        """This thread `waits` in the call that it is in, or no longer. Whether that is news, for who waits: then it
+        says so when it is over."""
+        thread = threading.get_ident()
+        if not waits:
+            self._told.pop(thread, None)
+        elif thread not in self._told and (called := self.inside(thread)) is not None:
+            self._told[thread] = called
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """This thread waits in the ``with`` block."""
+        news = FREE_THREADED and self.tell(True)
+        try:
+            yield
+        finally:
+            if news:
+                self.tell(False)
 
     def _latest(self, method: str) -> str:
         """The call of `method` that took the fast path, and so is the last one that the engine knows."""

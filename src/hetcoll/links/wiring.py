@@ -283,7 +283,8 @@ class Wiring:
 
     def callers(self) -> set[int]:
         """The ranks that have asked for `talks` with this one, and have none yet."""
-        found = () if self._listener is None else self._listener.arrived(TALKS)
+        listener = self._listener  # another thread may close it
+        found = () if listener is None else listener.arrived(TALKS)
         return {key.src + key.dst - self.rank for key in found}
 
     def _connect(
@@ -291,7 +292,8 @@ class Wiring:
     ) -> dict[tuple[int, int], list[socket.socket]]:
         if not edges:
             return {}
-        if self._listener is None:
+        listener = self._listener  # another thread may close it
+        if listener is None:
             raise InitError(f"no transport links rank {self.rank} to {sorted({p for p, _ in edges})}")
         keys = {
             (p, c): [EdgeKey(self._comm, min(self.rank, p), max(self.rank, p), c, s) for s in range(stripes)]
@@ -303,7 +305,7 @@ class Wiring:
         requests = [Request(key, places[p]) for (p, _), each in keys.items() for key in each]
         if problem := reserve_descriptors(len(requests)):
             raise InitError(f"{len(requests)} sockets to {len(peers)} ranks do not fit rank {self.rank}: {problem}")
-        made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
+        made = listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
         return {edge: [made[key] for key in each] for edge, each in keys.items()}
 
     def attach_verbs(self, peer: int, channel: int, fds: list[int], topology: Topology) -> None:
@@ -342,7 +344,8 @@ class Wiring:
 
     def holds(self) -> Held:
         """What the listener holds; the rest is the engine's."""
-        return Held() if self._listener is None else self._listener.holds()
+        listener = self._listener  # another thread may close it
+        return Held() if listener is None else listener.holds()
 
     def settle(self) -> None:
         """Before the engine is closed: what was sent over TCP has come to those who are there."""

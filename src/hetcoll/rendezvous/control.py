@@ -319,7 +319,7 @@ class ControlClient:
 
     def _store_error(self, group: bytes | None) -> PeerLostError:
         assert self._end is not None
-        membership = self._groups.get(group) if group is not None else next(iter(self._groups.values()), None)
+        membership = self._groups.get(group) if group is not None else next(iter(list(self._groups.values())), None)
         host = NOBODY if membership is None else membership.host
         who = (
             "the process that hosts the job's store" if host == NOBODY else f"rank {host}, which hosts the job's store,"
@@ -364,7 +364,7 @@ class ControlClient:
                 return False
             if home is not lost:
                 self._part_with_host(end)
-                for membership in self._groups.values():
+                for membership in list(self._groups.values()):
                     membership.host = NOBODY
             mine = b"\1" if self._succession.hosts else b"\0", self._succession.places, self._succession.told
             whole = self._succession.hosts or bool(self._succession.places)

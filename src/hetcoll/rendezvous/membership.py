@@ -125,7 +125,7 @@ class Membership:
 
     def spell(self, *, whole: bool = True) -> bytes:
         """For a new store. Answers that are long are the same for all: not all have to tell the `whole` of them."""
-        told = {tag: value for (tag, rank), value in self.own.items() if rank == self.rank}
+        told = {tag: value for (tag, rank), value in list(self.own.items()) if rank == self.rank}
         answered = {
             op: tuple(each for each in some if whole or len(each.body) <= _SHORT) for op, some in self.answered.items()
         }

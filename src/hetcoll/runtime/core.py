@@ -25,6 +25,7 @@ from ..health.activity import Activity
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
 from ..health.stall_detector import PATIENCE
+from ..health.status_report import FREE_THREADED
 from ..links.descriptors import host_identity
 from ..links.wiring import Wiring
 from ..rendezvous.protocol.unique_id import hosted_here
@@ -120,8 +121,9 @@ class Core:
         parts = (wiring, diagnosis, self.planner)
         host = self.host = HostExecutor(owner, *parts, config.timeout)
         # Weakly, since the engine must not keep its communicator alive.
+        on_wait = _weakly(host.reporter.tell) if FREE_THREADED else None
         self.engine.set_ops(
-            OP_LABELS, DONE, _weakly(owner._stuck), _weakly(diagnosis.interrupted), _weakly(self.log_news)
+            OP_LABELS, DONE, _weakly(owner._stuck), _weakly(diagnosis.interrupted), _weakly(self.log_news), on_wait
         )
         diagnosis.attach(self.engine, host.reporter)
         diagnosis.warn_after = config.warn_after
@@ -130,6 +132,7 @@ class Core:
         self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
         self._riders: dict[type[Rider], Rider] = {}
         self._rider_lock = threading.Lock()
+        self.choosing = threading.RLock()  # of the owner's `_call`, which is as the last change wants it
         self.ranges: Ranges | None = None
         if config.nvtx:
             from . import ranges  # only profilers want them
@@ -218,12 +221,14 @@ class Core:
     def choose_fast_path(self) -> None:
         """What the methods of calls try first: the host's, or the GPU's once there is one, which takes both. None in
         groups: the slow path tells what is no message."""
-        executor, owner = self.gpus.executor or self.host, self._owner()
+        owner = self._owner()
         assert owner is not None, "it is in a call"
-        refuses = bool(self.batches or self.host.closed or (self.inspection and self.inspection.of_all))
-        fast_path = executor.fast_path if self.ranges is None else self.ranges.tracing(executor.fast_path)
-        owner._call = refuse if refuses else fast_path
-        self.engine.set_starts(not refuses and self.ranges is None)
+        with self.choosing:
+            executor = self.gpus.executor or self.host
+            refuses = bool(self.batches or self.host.closed or (self.inspection and self.inspection.of_all))
+            fast_path = executor.fast_path if self.ranges is None else self.ranges.tracing(executor.fast_path)
+            owner._call = refuse if refuses else fast_path
+            self.engine.set_starts(not refuses and self.ranges is None)
 
     def in_group(self) -> bool:
         """Whether this thread is in the block of a `group`."""
@@ -360,7 +365,7 @@ class Core:
         if self.inspection is not None:
             self.inspection.close()
         self.engine.set_starts(False)
-        for rider in self._riders.values():
+        for rider in list(self._riders.values()):
             rider.leave()
         words = self.diagnosis.last_words()
         self.wiring.settle()
@@ -373,7 +378,7 @@ class Core:
         self.compression.forget()
         self.session.leave(self.group, words)
         self.wiring.close()
-        for rider in self._riders.values():
+        for rider in list(self._riders.values()):
             rider.close()
 
 

@@ -20,7 +20,7 @@ from ..calls.messages import Message, SendRecv
 from ..errors import ClosedError, HetcollError, InitError
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.stall_detector import PATIENCE, StallDetector
-from ..health.status_report import StatusReporter
+from ..health.status_report import FREE_THREADED, StatusReporter
 from ..links.wiring import Check, Wiring
 from ..plan.algorithms import p2p
 from ..plan.algorithms.base import stretched
@@ -281,9 +281,11 @@ class HostExecutor:
         """`find` a bound plan. The first one between two ranks may have to wait until the other one connects."""
         deadline, thread = time.monotonic() + seconds, threading.get_ident()
         stall_detector: StallDetector | None = None
+        told = False
 
         def check(peers: Collection[int]) -> None:
-            nonlocal stall_detector
+            nonlocal stall_detector, told
+            told = told or (FREE_THREADED and self.reporter.tell(True))
             stall_detector = stall_detector or self._diagnosis.stall_detector(deadline)
             self.reporter.connecting[thread] = tuple(peers)
             self.check_usable()
@@ -305,6 +307,8 @@ class HostExecutor:
             raise
         finally:
             self.reporter.connecting.pop(thread, None)
+            if told:
+                self.reporter.tell(False)
 
     def _run(
         self,
@@ -344,20 +348,26 @@ class HostExecutor:
         deadline = time.monotonic() + seconds - waited
         stall_detector = self._diagnosis.stall_detector(deadline, waited)
         try:
-            while status is _native.Status.TIMED_OUT:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self._diagnosis.timeout(seconds)
-                stall_detector.look()
-                status = self._engine.wait(ticket, min(left, stall_detector.seconds()))
-            if status is _native.Status.FAILED:
-                self.check_parent()
-                raise self._diagnosis.error()
+            with self.reporter.telling():
+                self._wait_on(status, ticket, seconds, deadline, stall_detector)
         except HetcollError:
             raise
         except BaseException:
             self.give_up()
             raise
+
+    def _wait_on(
+        self, status: _native.Status, ticket: _native.Ticket, seconds: float, deadline: float, stalls: StallDetector
+    ) -> None:
+        while status is _native.Status.TIMED_OUT:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._diagnosis.timeout(seconds)
+            stalls.look()
+            status = self._engine.wait(ticket, min(left, stalls.seconds()))
+        if status is _native.Status.FAILED:
+            self.check_parent()
+            raise self._diagnosis.error()
 
     def give_up(self) -> None:
         """A signal handler raised while a call was under way: nothing may touch its memory any more, nobody wait."""

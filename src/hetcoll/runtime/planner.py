@@ -58,6 +58,11 @@ class Kept(OrderedDict[K, T]):
         with self._lock:
             return list(self.values())
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            super().clear()
+
     def put(self, key: K, value: T) -> None:
         """Keep `value`; the one used longest ago goes where there are too many."""
         with self._lock:

@@ -320,7 +320,7 @@ class Mailbox:
         if any(sent) and not self._core.engine.failed:
             self._core.diagnosis.questions.leave_answers(_QUESTION, sent)
         self._closed = True
-        for line in self._lines.values():
+        for line in list(self._lines.values()):
             if line.pair is not None:
                 with contextlib.suppress(HetcollError):  # whoever waits is told what the group failed with
                     line.pair.close()
@@ -329,7 +329,7 @@ class Mailbox:
 
     def close(self) -> None:
         self._finder.close()  # first, since it may begin to read
-        for line in self._lines.values():
+        for line in list(self._lines.values()):
             line.writer.close()
             line.reader.close()
 
