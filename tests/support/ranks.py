@@ -334,18 +334,17 @@ class Resources:
     @classmethod
     def now(cls) -> Resources:
         gc.collect()
-        tasks = os.listdir("/proc/self/task")
-        children = 0
-        for task in tasks:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
-                children += len(Path(f"/proc/self/task/{task}/children").read_text().split())
+        # /proc/self/task is not looked into: what the kernel remembers of each thread there is taken away when the thread
+        # ends, and for so long the process that waits for this one spins.
+        status = Path("/proc/self/status").read_text()
+        threads = int(status.partition("\nThreads:")[2].split(maxsplit=1)[0])
         descriptors: Counter[str] = Counter()
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # the one that listed them
                 descriptors[os.readlink(f"/proc/self/fd/{fd}").split("[")[0]] += 1
         lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
         shared = [line[5] for line in lines if len(line) > 5 and line[1].endswith("s")]
-        return cls(len(tasks), children, descriptors, Counter(shared))
+        return cls(threads, _children(), descriptors, Counter(shared))
 
     def left_over(self, before: Resources) -> str:
         """What there is more of than `before`, or nothing."""
@@ -363,6 +362,19 @@ class Resources:
             # Kernels stay loaded until the process ends.
             parts += [f"{n} {kind} of {what}" for what, n in held.items() if "fake-module" not in what]
         return ", ".join(parts)
+
+
+def _children() -> int:
+    """How many this process has, of any of its threads."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    found = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            found += len(Path(f"/proc/self/task/{task}/children").read_text().split())
+    return found
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
