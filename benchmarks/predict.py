@@ -1,15 +1,16 @@
 """What `hetcoll simulate` predicts over what the engine takes: in namespaces with shaped links, and in one host.
 
-    python benchmarks/predict.py                          # 2, 4 and 8 hosts on 100 and 400 Mbit/s, and shared memory
-    python benchmarks/predict.py --rates 200mbit --hosts 4 --sizes 8,64K,4M
+    python benchmarks/predict.py --out found.json         # 2, 4 and 8 hosts on 100 and 400 Mbit/s, and shared memory
+    python benchmarks/predict.py --rates 200mbit --hosts 4 --sizes 8,64K,4M --local
+    python benchmarks/predict.py --again found.json --markdown    # today's model beside what was measured then
 
-What the cluster file says is measured first, by programs that run no collective. Between hosts, while all pairs do the
-same through sockets of their own: half of a message's way there and back is work of two cores, as the sender's carries
-it into the receiver's socket; what an exchange takes longer is its latency. Inside a host, between two ranks: what an
-exchange takes longer than half a way is a core's work for one more message. `pinned` is what all cores copy at once.
-Links have the rate and the burst that tc was told, and rest before each call. Of all calls the fastest counts. All else
-is predicted, and each ratio is printed; none is left out. Needs root, ip(8) and tc(8) for namespaces; a part that
-cannot run is named.
+What the cluster file says is measured first, by programs that run no collective: between hosts as `hetcoll tune` does,
+by all pairs of hosts at once. Inside a host, between two ranks: what an exchange takes longer than half a way is a
+core's work for one more message. `pinned` is what all cores copy at once. Links have the rate and the burst that tc was
+told, and rest before each call. Of a call the slowest rank counts; of short ones, the mean of a row of them. Of a
+launch the fastest call counts, of several launches the middle one. All else is predicted, and each ratio is printed
+beside the fastest and the slowest launch, and how many segments TCP sent again in a call of the middle one: what
+differs among launches no model meets. None is left out. Needs root, ip(8) and tc(8) for namespaces.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import argparse
 import json
 import math
 import os
-import socket
+import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,17 +37,50 @@ from ranks import Job, Ranks  # noqa: E402
 from shaped import FRAMES, bits, shaped  # noqa: E402
 
 import hetcoll  # noqa: E402
+from hetcoll.cli import tune  # noqa: E402
 from hetcoll.cli.predict import spans  # noqa: E402
-from hetcoll.plan.cluster import Cluster, read  # noqa: E402
+from hetcoll.cli.report import human_size  # noqa: E402
+from hetcoll.plan.cluster import read  # noqa: E402
 from hetcoll.plan.forecast import forecast  # noqa: E402
 from hetcoll.rendezvous.store import server as store  # noqa: E402
 from hetcoll.types import Collective  # noqa: E402
 
-CALLS = 9
+CALLS, SECONDS = 9, 2.0  # of one size in a launch: so many, or for so long, but three
+SHORT, SHORT_INSIDE, ROW = 4 << 10, 64 << 10, 20  # bytes up to which so many calls in a row are timed
 BURST, REST = 32 << 10, 0.02  # bytes, and seconds after which slow links have them
-LONG = 4 << 20
-SMALL = bytes(56)  # what the engine sends of a message of 8 B
-Times = tuple[float, ...]
+PIECE, LONG = 16 << 10, 4 << 20
+NEAR = 0.15
+_TCP = "/proc/thread-self/net/snmp"
+
+
+class Cell(NamedTuple):
+    """Of one algorithm and size: seconds of each launch, and segments that TCP sent again in a call of it."""
+
+    algorithm: str
+    nbytes: int
+    seconds: list[float]
+    again: list[float]
+
+    @property
+    def took(self) -> float:
+        return statistics.median_low(self.seconds)
+
+    @property
+    def resent(self) -> float:
+        return self.again[self.seconds.index(self.took)]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all launches are as near to the middle one as predictions are to be."""
+        return all(abs(each / self.took - 1) <= NEAR for each in self.seconds)
+
+
+class Place(NamedTuple):
+    """Where it was measured, as people read it and as a cluster file, and what was."""
+
+    name: str
+    cluster: str
+    cells: list[Cell]
 
 
 def enter(job: Job, hosts: list[str]) -> Any:
@@ -66,87 +100,44 @@ def join(job: Job, unique_id: Any) -> None:
     job.join()
 
 
-def seconds(job: Job, nbytes: int, rest: float, calls: int = CALLS) -> float:
-    """Of an all-reduce: the fastest of calls, each from a barrier on, since other work on the machine only delays."""
+def seconds(job: Job, nbytes: int, rest: float) -> tuple[list[float], float]:
+    """Of all-reduces, each from a barrier on; and how many segments this host sent again in one, on average."""
     comm, found = _comm(job), []
-    x = np.ones(max(1, nbytes // 4), np.float32)
-    for _ in range(calls):
+    row = ROW if nbytes <= (SHORT if rest else SHORT_INSIDE) else 1
+    x, again = np.ones(max(1, nbytes // 4), np.float32), _sent_again()
+    begun, enough = time.perf_counter(), np.zeros(1, np.int32)
+    while not enough[0]:
         time.sleep(rest)
         comm.barrier()
         start = time.perf_counter()
-        comm.allreduce(x)
-        found.append(time.perf_counter() - start)
+        for _ in range(row):
+            comm.allreduce(x)
+        found.append((time.perf_counter() - start) / row)
         x.fill(1.0)
-    return min(found)
+        enough[0] = len(found) >= CALLS or (len(found) >= 3 and time.perf_counter() - begun > SECONDS)
+        comm.allreduce(enough, op="max")
+    return found, (_sent_again() - again) / len(found) / row
 
 
-def between(job: Job, calls: int = 30, each: int = 10) -> Times:
-    """Half of a message's way there and back, and an exchange, through a socket to the other one of two hosts."""
-    first = _comm(job).rank % 2 == 0
-    with _wire(job) as wire:
-        way = _least(job, lambda: _there_and_back(wire, first), calls, each)
-        return way / 2, _least(job, lambda: _exchange(wire), calls, each)
+def _sent_again() -> int:
+    names, values = (line.split() for line in Path(_TCP).read_text().splitlines() if line.startswith("Tcp:"))
+    return int(values[names.index("RetransSegs")])
 
 
-@contextmanager
-def _wire(job: Job) -> Iterator[socket.socket | None]:
-    """To the neighbour; None where there is none."""
+def between(job: Job) -> tuple[float, float, float] | None:
+    """Of this rank and its neighbour, on two hosts: `hetcoll tune`'s latency and overhead, and a core's seconds for a
+    byte; nothing of a last one without a neighbour."""
     comm = _comm(job)
-    first, alone = comm.rank % 2 == 0, comm.rank ^ 1 >= comm.size
-    where = (f"10.78.0.{comm.rank // 2 * 2 + 1}", 5000)  # of the first one of two hosts: see netns
-    with ExitStack() as undo:
-        listener = undo.enter_context(socket.create_server(where)) if first and not alone else None
-        comm.barrier()
-        if alone:
-            yield None
-            return
-        wire = undo.enter_context(listener.accept()[0] if listener else socket.create_connection(where))
-        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wire.setblocking(False)
-        yield wire
+    peer = comm.rank ^ 1
+    comm.barrier()
+    if peer >= comm.size:
+        return None
+    latency, overhead = tune.message_to(comm, peer)
+    short, piece = (tune.half_way(comm, peer, nbytes, REST) for nbytes in (8, PIECE))
+    return latency, overhead, (piece - short) / (2 * PIECE)
 
 
-def _there_and_back(wire: socket.socket | None, first: bool) -> None:
-    if wire is not None and first:
-        wire.send(SMALL)
-        _get(wire)
-    elif wire is not None:
-        _get(wire)
-        wire.send(SMALL)
-
-
-def _exchange(wire: socket.socket | None) -> None:
-    if wire is not None:
-        wire.send(SMALL)
-        _get(wire)
-
-
-def _get(wire: socket.socket) -> None:
-    got = 0
-    while got < len(SMALL):
-        try:
-            came = wire.recv(len(SMALL) - got)
-        except BlockingIOError:
-            os.sched_yield()  # where others wait for this core
-            continue
-        if not came:
-            raise ConnectionError("the other end of a measured connection is gone")
-        got += len(came)
-
-
-def _least(job: Job, call: Callable[[], object], calls: int, each: int = 1) -> float:
-    """Of calls in a row, so many at a time from a barrier on: the fastest one's part."""
-    found = []
-    for _ in range(calls):
-        _comm(job).barrier()
-        start = time.perf_counter()
-        for _ in range(each):
-            call()
-        found.append((time.perf_counter() - start) / each)
-    return min(found)
-
-
-def inside(job: Job) -> Times:
+def inside(job: Job) -> tuple[float, ...]:
     """Of 8 B half of the way there and back between ranks 0 and 1, and an exchange; of `LONG` the first of these."""
     comm, found = _comm(job), []
     for nbytes, calls, exchanged in ((8, 50, False), (8, 50, True), (LONG, 12, False)):
@@ -177,7 +168,13 @@ def inside(job: Job) -> Times:
 def copying(job: Job) -> float:
     """Seconds of a copy of `LONG` while all ranks copy."""
     a, b = np.ones(LONG, np.uint8), np.ones(LONG, np.uint8)
-    return _least(job, lambda: np.copyto(b, a), 12)
+    least = math.inf
+    for _ in range(12):
+        _comm(job).barrier()
+        start = time.perf_counter()
+        np.copyto(b, a)
+        least = min(least, time.perf_counter() - start)
+    return least
 
 
 def leave(job: Job) -> None:
@@ -196,11 +193,11 @@ def _comm(job: Job) -> hetcoll.Communicator:
 
 
 @contextmanager
-def joined(size: int, hosts: list[str], algo: str = "") -> Iterator[Ranks]:
+def joined(size: int, hosts: Sequence[str], algo: str = "") -> Iterator[Ranks]:
     """Ranks of a job, each on its host."""
     env = {"HETCOLL_ALGO": f"allreduce:{algo}" if algo else "", "OMP_NUM_THREADS": "1"}
     with Ranks(size, env, join=False) as ranks:
-        ranks.run(join, ranks.run(enter, hosts)[0])
+        ranks.run(join, ranks.run(enter, list(hosts))[0])
         yield ranks
         ranks.run(leave)
         if hosts:
@@ -208,29 +205,45 @@ def joined(size: int, hosts: list[str], algo: str = "") -> Iterator[Ranks]:
             ranks.finish(only=[0])
 
 
-def measured(size: int, hosts: list[str], sizes: list[int], algo: str) -> list[float]:
-    """The slowest rank's seconds by size."""
-    with joined(size, hosts, algo) as ranks:
-        return [max(ranks.run(seconds, n, REST if hosts else 0.0, timeout=120)) for n in sizes]
+def measured(size: int, hosts: Sequence[str], args: argparse.Namespace) -> list[Cell]:
+    """All cells of a place, launch after launch of each algorithm in turn."""
+    cells = [Cell(algo, nbytes, [], []) for algo in args.algos for nbytes in args.sizes]
+    for _ in range(args.launches):
+        for algo in args.algos:
+            with joined(size, hosts, algo) as ranks:
+                for cell in (cell for cell in cells if cell.algorithm == algo):
+                    found = ranks.run(seconds, cell.nbytes, REST if hosts else 0.0, timeout=120)
+                    cell.seconds.append(min(map(max, zip(*(times for times, _ in found), strict=True))))
+                    cell.again.append(sum(again for _, again in found) if hosts else 0.0)
+    return cells
 
 
-def of_hosts(hosts: list[str], rate: str) -> Cluster:
-    """These namespaces with a rank each, as a cluster."""
+def of_hosts(hosts: Sequence[str], rate: str) -> str:
+    """These namespaces with a rank each, as a cluster file: of all pairs the middle one."""
     with joined(len(hosts), hosts) as ranks:
-        half, exchange = map(max, zip(*ranks.run(between), strict=True))
-    nic = bits(rate) * FRAMES
-    host = {"nic": f"{nic} B/s", "burst": round(BURST * FRAMES), "sockets": "2.5 GB/s"}
-    return described(len(hosts), 1, host, {"overhead": f"{half / 2} s", "latency": f"{max(0, exchange - half)} s"})
+        pairs = [pair for pair in ranks.run(between)[::2] if pair]
+    latency, overhead, each = map(statistics.median, zip(*pairs, strict=True))
+    host = {"nic": _rate(bits(rate) * FRAMES), "burst": round(BURST * FRAMES)}
+    host |= {"sockets": _rate(1 / each)} if each > 0 else {}  # else it is lost in what other work does
+    return described(len(hosts), 1, host, {"overhead": _time(overhead), "latency": _time(latency)})
 
 
-def of_ranks(size: int, pinned: float) -> Cluster:
+def of_ranks(size: int, pinned: float) -> str:
     """This machine with so many ranks."""
     with joined(size, []) as ranks:
         half, exchange, long = ranks.run(inside)[0]
     work = max(0, exchange - half)
-    host = {"nic": "1 GB/s", "pinned": f"{pinned} B/s", "overhead": f"{work} s"}
-    host |= {"latency": f"{max(0, half - 2 * work)} s", "memory": f"{2 * LONG / long} B/s"}
+    host = {"nic": "1 GB/s", "pinned": _rate(pinned), "overhead": _time(work)}
+    host |= {"latency": _time(max(0, half - 2 * work)), "memory": _rate(2 * LONG / long)}
     return described(1, size, host | {"reduce": host["memory"]}, {})
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e9:.6f} GB/s"
+
+
+def _time(value: float) -> str:
+    return f"{value * 1e6:.3f} us"
 
 
 def all_copy(size: int) -> float:
@@ -239,23 +252,90 @@ def all_copy(size: int) -> float:
         return size * LONG / float(max(ranks.run(copying)))
 
 
-def described(hosts: int, ranks: int, host: dict[str, Any], network: dict[str, Any]) -> Cluster:
-    """A cluster file with these keys, read."""
+def described(hosts: int, ranks: int, host: dict[str, Any], network: dict[str, Any]) -> str:
+    """A cluster file with these keys."""
     host |= {"name": "here", "count": hosts, "ranks": ranks, "cores": max(1, len(os.sched_getaffinity(0)) // hosts)}
     keys = [[f"{key} = {json.dumps(value)}" for key, value in table.items()] for table in (host, network)]
-    return read("\n".join(["[[hosts]]", *keys[0], "[network]", *keys[1]]), "measured")
+    return "\n".join(["[[hosts]]", *keys[0], "[network]", *keys[1]])
 
 
-def compare(label: str, cluster: Cluster, algo: str, sizes: list[int], times: list[float]) -> Iterator[float]:
-    """Print and give each ratio."""
-    tasks = forecast(cluster, Collective.ALLREDUCE, algo).tasks
-    for nbytes, took in zip(sizes, times, strict=True):
-        said = tasks.run(nbytes).seconds
-        print(
-            f"{label:<28} {algo:<17} {nbytes:>10} {took * 1e6:>12.1f} {said * 1e6:>12.1f} {said / took:>7.2f}",
-            flush=True,
+def places(args: argparse.Namespace) -> Iterator[Place]:
+    """Measure one after another."""
+    for rate in args.rates:
+        for n in args.hosts:
+            with shaped(n, rate, burst=f"{BURST >> 10}kb") as net:
+                yield Place(f"{n} namespaces, {rate}", of_hosts(net.hosts, rate), measured(n, net.hosts, args))
+    pinned = all_copy(max(args.local)) if args.local else math.nan
+    for n in args.local:
+        yield Place(f"{n} ranks, one host", of_ranks(n, pinned), measured(n, [], args))
+
+
+def machine() -> dict[str, Any]:
+    """What is measured on."""
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cores, model = len(os.sched_getaffinity(0)), models[0].partition(": ")[2] if models else platform.machine()
+    return {"model": model, "cores": cores, "kernel": platform.release(), "congestion control": control}
+
+
+def ratios(place: Place) -> list[float]:
+    """Prediction over measurement, of each cell."""
+    cluster = read(place.cluster, place.name)
+    tasks = {
+        algo: forecast(cluster, Collective.ALLREDUCE, algo).tasks
+        for algo in dict.fromkeys(cell.algorithm for cell in place.cells)
+    }
+    return [tasks[cell.algorithm].run(cell.nbytes).seconds / cell.took for cell in place.cells]
+
+
+def told(place: Place) -> Iterator[str]:
+    """Rows of a place."""
+    for cell, ratio in zip(place.cells, ratios(place), strict=True):
+        low, took, high = (f"{1e6 * value:>11.1f}" for value in (min(cell.seconds), cell.took, max(cell.seconds)))
+        said, near = f"{1e6 * ratio * cell.took:>11.1f}", " " if abs(ratio - 1) <= NEAR else "*"
+        yield (
+            f"{place.name:<22} {cell.algorithm:<17} {cell.nbytes:>9} {low} {took} {high} {said} {ratio:>6.2f}{near}"
+            f"{cell.resent:>9.1f}"
         )
-        yield said / took
+
+
+def summary(those: Iterable[Place]) -> Iterator[str]:
+    """How many are near, of namespaces and of one host: of all, by size, and of cells whose launches are alike."""
+    rows = [(place.name.split(",")[0].split()[-1], *pair) for place in those
+            for pair in zip(place.cells, ratios(place), strict=True)]  # fmt: skip
+    for kind in dict.fromkeys(kind for kind, _, _ in rows):
+        cells = [(cell, ratio) for each, cell, ratio in rows if each == kind]
+        sizes = dict.fromkeys(cell.nbytes for cell, _ in cells)
+        yield f"{kind}: {_near(ratio for _, ratio in cells)}"
+        yield f"  launches within 15 % of one another: {_near(ratio for cell, ratio in cells if cell.alike)}"
+        for size in sizes:
+            yield f"  {human_size(size)}: {_near(ratio for cell, ratio in cells if cell.nbytes == size)}"
+
+
+def _near(ratios: Iterable[float]) -> str:
+    those = list(ratios)
+    if not those:
+        return "none"
+    near, mean = sum(abs(ratio - 1) <= NEAR for ratio in those), math.exp(statistics.fmean(map(math.log, those)))
+    return f"{near} of {len(those)} within 15 %, geometric mean {mean:.2f}, from {min(those):.2f} to {max(those):.2f}"
+
+
+def markdown(those: Sequence[Place]) -> Iterator[str]:
+    """A table of ratios; launches that differ have the range of their times over the middle one's behind it."""
+    sizes = list(dict.fromkeys(cell.nbytes for place in those for cell in place.cells))
+    yield f"| Where | Algorithm | {' | '.join(map(human_size, sizes))} |"
+    yield f"| --- | --- |{' ---: |' * len(sizes)}"
+    for place in those:
+        pairs = zip(place.cells, ratios(place), strict=True)
+        by = {(cell.algorithm, cell.nbytes): (cell, ratio) for cell, ratio in pairs}
+        for algo in dict.fromkeys(algo for algo, _ in by):
+            row = [_spell(*by[algo, size]) if (algo, size) in by else "" for size in sizes]
+            yield f"| {place.name} | {algo} | {' | '.join(row)} |"
+
+
+def _spell(cell: Cell, ratio: float) -> str:
+    spread = "" if cell.alike else f" ({min(cell.seconds) / cell.took:.2f} to {max(cell.seconds) / cell.took:.2f})"
+    return f"{ratio:.2f}{spread}"
 
 
 def main(words: Any = None) -> int:
@@ -265,32 +345,32 @@ def main(words: Any = None) -> int:
     parser.add_argument("--rates", nargs="*", default=["100mbit", "400mbit"], help="of each one's link, in tc's words")
     parser.add_argument("--local", type=int, nargs="*", default=[2, 4, 8], help="numbers of ranks in one host")
     parser.add_argument("--algos", nargs="*", default=["ring", "tree", "direct", "halving_doubling"])
-    parser.add_argument("--sizes", default="8,64K,1M,16M")
+    parser.add_argument("--sizes", type=spans, default="8,64K,1M,16M")
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was measured, as JSON, after each place")
+    parser.add_argument("--again", type=Path, nargs="+", metavar="FILE", help="predict what was measured there")
+    parser.add_argument("--markdown", action="store_true", help="tables of ratios besides")
     args = parser.parse_args(words)
-    sizes, ratios = spans(args.sizes), dict[str, list[float]]()
-    print(f"{'what':<28} {'algorithm':<17} {'bytes':>10} {'took, us':>12} {'said, us':>12} {'ratio':>7}")
-    for rate in args.rates:
-        for n in args.hosts:
-            with shaped(n, rate, burst=f"{BURST >> 10}kb") as net:
-                cluster = of_hosts(net.hosts, rate)
-                found = {algo: measured(n, net.hosts, sizes, algo) for algo in args.algos}
-            for algo, times in found.items():
-                label = f"{n} namespaces, {rate}"
-                ratios.setdefault("namespaces", []).extend(compare(label, cluster, algo, sizes, times))
-    pinned = all_copy(max(args.local)) if args.local else math.nan
-    for n in args.local:
-        cluster = of_ranks(n, pinned)
-        found = {algo: measured(n, [], sizes, algo) for algo in args.algos}
-        for algo, times in found.items():
-            ratios.setdefault("shared memory", []).extend(compare(f"{n} ranks, one host", cluster, algo, sizes, times))
-    for name, those in ratios.items():
-        near = sum(abs(ratio - 1) <= 0.15 for ratio in those)
-        mean = math.exp(statistics.fmean(math.log(ratio) for ratio in those))
-        print(
-            f"{name}: {near} of {len(those)} within 15 %, geometric mean {mean:.2f}, "
-            f"from {min(those):.2f} to {max(those):.2f}"
-        )
+    on, found = machine(), list[Place]()
+    if args.again:
+        on, found = {}, [_place(one) for file in args.again for one in json.loads(file.read_text())["places"]]
+    for key, value in on.items():
+        print(f"{key}: {value}")
+    heads = "".join(f"{head:>12}" for head in ("fastest, us", "middle, us", "slowest, us", "said, us"))
+    print(f"{'what':<22} {'algorithm':<17} {'bytes':>9}{heads} {'ratio':>6} {'resent':>9}")
+    for place in list(found) if args.again else places(args):
+        if not args.again:
+            found.append(place)
+        if args.out:
+            rows = [each._asdict() | {"cells": [cell._asdict() for cell in each.cells]} for each in found]
+            args.out.write_text(json.dumps({"machine": on, "places": rows}))
+        print(*told(place), sep="\n", flush=True)
+    print(*summary(found), *(markdown(found) if args.markdown else ()), sep="\n")
     return 0
+
+
+def _place(one: dict[str, Any]) -> Place:
+    return Place(one["name"], one["cluster"], [Cell(**cell) for cell in one["cells"]])
 
 
 if __name__ == "__main__":

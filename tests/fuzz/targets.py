@@ -102,7 +102,7 @@ _CLUSTER = (
 _TUNED = (
     b'[[measured]]\ncollective = "allreduce"\nhosts = [2]\ncores = 2\ntransport = "shm"\nbytes = [8, 64]\n'
     b"[measured.us]\nring = [1.0, 2.0]\n"
-    b'[[network]]\nhosts = [1, 1]\ntransport = "tcp"\nlatency = "5 us"\nbandwidth = "1 GB/s"\n'
+    b'[[network]]\nhosts = [1, 1]\ntransport = "tcp"\nlatency = "5 us"\noverhead = "3 us"\nbandwidth = "1 GB/s"\n'
 )
 
 TARGETS: dict[str, Target] = {

@@ -80,15 +80,16 @@ def test_of_algorithms_that_may_be_taken() -> None:
 
 def test_the_network_between_hosts_is_what_was_measured() -> None:
     placed = Placed.of(cluster(2, 2, 2))
-    between = Between(placed.hosts, placed.transport, Network(500e-6, 20e6))
+    between = Between(placed.hosts, placed.transport, Network(500e-6, 7e-6, 20e6))
     found = read(write(Tuned(networks=(between,)), ()), "file")
     assert found == Tuned(networks=(between,))
     there, elsewhere = found.machine(cluster(2, 2, 2)), found.machine(cluster(2, 2))
     assert elsewhere == Machine()
-    assert there.on(cluster(2, 2, 2)).tcp[:3] == (500e-6, Machine().tcp.overhead, 20e6)
-    assert "0.16 Gbit/s, 500 us a message, as measured" in there.network(cluster(2, 2, 2))
+    assert there.on(cluster(2, 2, 2)).tcp[:3] == (500e-6, 7e-6, 20e6)
+    told = there.network(cluster(2, 2, 2))
+    assert "0.16 Gbit/s, 500 us a message and 7 us of work at either end, as measured" in told
     far, near = (
-        tuner.table(Collective.BARRIER, cluster(*[1] * 8), machine=Machine(measured=Network(latency, 1e9)))
+        tuner.table(Collective.BARRIER, cluster(*[1] * 8), machine=Machine(measured=Network(latency, 3e-6, 1e9)))
         for latency in (500e-6, 1e-6)
     )
     assert far == [(tuner.UNLIMITED, "direct")], "one round"
@@ -105,7 +106,7 @@ def test_all_to_alls_with_counts_take_none_that_wants_equal_shares() -> None:
     assert other.rows() == [(tuner.UNLIMITED, "pairwise")]
 
 
-GOOD = write(Tuned((ONE,), (Between((2, 2), "tcp", Network(5e-6, 1e9)),)), ())
+GOOD = write(Tuned((ONE,), (Between((2, 2), "tcp", Network(5e-6, 3e-6, 1e9)),)), ())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ GOOD = write(Tuned((ONE,), (Between((2, 2), "tcp", Network(5e-6, 1e9)),)), ())
         ("[[measured]]", "[[measures]]", "measures: is no table here: there are [[measured]], [[network]]"),
         ('latency = "5 us"', 'latency = "5"', "network.1.latency: wanted a time in a string"),
         ('latency = "5 us"', 'latency = "0 us"', "network.1.latency: wanted more than no time"),
-        ('latency = "5 us"\n', "", "network.1: wanted latency there"),
+        ('overhead = "3 us"\n', "", "network.1: wanted overhead there"),
         ("[[measured]]", "[[measured]", "file: "),
     ],
 )

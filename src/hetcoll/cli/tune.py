@@ -21,7 +21,7 @@ from .. import ArgumentError, Communicator, HetcollError
 from ..config.env import environment
 from ..links import tuned as files
 from ..plan import tuned, tuner
-from ..plan.machine import Machine, Network
+from ..plan.machine import Network
 from ..runtime.regroup import name_of
 from ..types import Collective
 from .sweeps import parse_size
@@ -33,7 +33,8 @@ KINDS = (  # that everyone waits for
 )  # fmt: skip
 _CELL_US = 8000.0  # of calls that are timed, for each algorithm and size, in each turn
 _TURNS = 3
-_MESSAGES, _LONG = 20, 4 << 20  # there and back between two hosts; bytes of those that tell the rate
+_MESSAGES, _LONG = 20, 4 << 20  # between two hosts; bytes of those that tell the rate
+_ROW = 8  # messages one after another
 _LEAST = 1e-7  # seconds that a network is taken for, at least
 _MOST_RANKS = 16
 _UNLIKE = 1.5  # times as long at one time as at another,
@@ -142,31 +143,59 @@ def _networks(comm: Communicator) -> tuple[tuned.Between, ...]:
     if len(topology.hosts) == 1 or topology.between_hosts != "tcp":
         return ()
     peers = [host[0] for host in topology.hosts if 0 not in host]
-    ways = [(_half_way(comm, peer, 8), _half_way(comm, peer, _LONG)) for peer in peers]
+    ways = []
+    for peer in peers:
+        if comm.rank in (0, peer):
+            other = peer - comm.rank
+            ways.append((*message_to(comm, other), half_way(comm, other, _LONG) - half_way(comm, other, 8)))
     if comm.rank != 0:
         return ()
-    work = 2 * Machine().tcp.overhead  # of both ends, which the model counts apart
-    latency = max(max(short - work, _LEAST) for short, _ in ways)
-    bandwidth = min(_LONG / max(long - short, _LEAST) for short, long in ways)
+    latency, overhead, long = map(max, zip(*ways, strict=True))
+    network = Network(max(latency, _LEAST), overhead, _LONG / max(long, _LEAST))
     placed = tuned.Placed.of(topology)
-    return (tuned.Between(placed.hosts, placed.transport, Network(latency, bandwidth)),)
+    return (tuned.Between(placed.hosts, placed.transport, network),)
 
 
-def _half_way(comm: Communicator, peer: int, nbytes: int) -> float:
-    """Half of what a message takes from rank 0 to `peer` and back: of the fastest, since other work only delays."""
-    if comm.rank not in (0, peer):
-        return 0.0
+def message_to(comm: Communicator, peer: int) -> tuple[float, float]:
+    """Latency and overhead of messages between this rank and `peer`, which calls it, too, of two hosts: of the fastest,
+    since other work only delays.
+
+    A core works on a message for as long as it is busy with each of a row of them that it sends. What an exchange
+    takes beyond that work at both ends is the way.
+    """
+    x, y = np.ones(8, np.uint8), np.ones(8, np.uint8)
+    sending, exchange = math.inf, math.inf
+    for sends in (comm.rank < peer, comm.rank > peer) * _MESSAGES:
+        took = _row(lambda: comm.send(x, peer)) if sends else _row(lambda: comm.recv(y, peer))
+        sending = min(sending, took if sends else math.inf)
+        exchange = min(exchange, _row(lambda: comm.sendrecv(x, peer, y, peer)))
+    return max(0.0, exchange - 2 * sending), sending
+
+
+def _row(call: Callable[[], object]) -> float:
+    """Seconds of a call, of several in a row: so that who comes late to one does not find it done."""
+    start = time.perf_counter()
+    for _ in range(_ROW):
+        call()
+    return (time.perf_counter() - start) / _ROW
+
+
+def half_way(comm: Communicator, peer: int, nbytes: int, rest: float = 0.0) -> float:
+    """Half of the seconds of the fastest message from the first of two ranks to the other one and back, each after so
+    many seconds of rest, and one byte that ends it."""
     x, least = np.ones(nbytes, np.uint8), math.inf
     for _ in range(_MESSAGES):
-        start = time.perf_counter()
-        if comm.rank == 0:
-            comm.send(x, peer)
-            comm.recv(x, peer)
-        else:
-            comm.recv(x, 0)
-            comm.send(x, 0)
-        least = min(least, time.perf_counter() - start)
-    return least / 2
+        time.sleep(rest)
+        for y in (x[:1], x) if rest else (x,):
+            start = time.perf_counter()
+            if comm.rank < peer:
+                comm.send(y, peer)
+                comm.recv(y, peer)
+            else:
+                comm.recv(y, peer)
+                comm.send(y, peer)
+        least = min(least, (time.perf_counter() - start) / 2)
+    return least
 
 
 def _check_alike(times: Iterable[Sequence[Sequence[float]]], who: str) -> None:
@@ -236,8 +265,11 @@ def _finish(found: tuned.Tuned, path: Path) -> None:
     print(f"{'all':>34} {' '.join(map(_spell, whole))}  (times of what the cost model and the file kept until now")
     print(f"{'':>58}  choose over the fastest: geometric mean, largest)")
     for between in found.networks:
-        latency, bandwidth = between.network
-        print(f"between hosts: {latency * 1e6:.3g} us a message, {8e-9 * bandwidth:.3g} Gbit/s")
+        latency, overhead, bandwidth = between.network
+        print(
+            f"between hosts: {latency * 1e6:.3g} us a message and {overhead * 1e6:.3g} us of work at either end, "
+            f"{8e-9 * bandwidth:.3g} Gbit/s"
+        )
     print(f"kept in {path}; HETCOLL_TUNED=none goes without it")
 
 

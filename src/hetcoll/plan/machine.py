@@ -26,9 +26,11 @@ class Link(NamedTuple):
 
 
 class Network(NamedTuple):
-    """What `hetcoll tune` measured between hosts: seconds until a message is seen, and bytes per second."""
+    """What `hetcoll tune` measured between hosts: seconds until a message is seen, of work for one at either end, and
+    bytes per second."""
 
     latency: float
+    overhead: float
     bandwidth: float
 
 
@@ -85,18 +87,19 @@ class Machine(NamedTuple):
         """
         machine, (mbits, _), (micros, _) = self, topology.rate, topology.round_trip
         if self.measured is not None and topology.between_hosts == "tcp":
-            return self._with(self.measured.latency, self.measured.bandwidth)
+            return self._with(*self.measured)
         if topology.between_hosts == "tcp" and micros * 0.5e-6 > self.tcp.latency + 2 * self.tcp.overhead:
             machine = self._replace(tcp=self.tcp._replace(latency=micros * 0.5e-6))
         if mbits == 0:
             return machine
         if topology.between_hosts == "verbs":
             return machine._replace(verbs=self.verbs._replace(bandwidth=mbits * _MBIT * _VERBS))
-        return self._with(machine.tcp.latency, min(self.tcp.bandwidth, mbits * _MBIT * _FRAMES))
+        bandwidth = min(self.tcp.bandwidth, mbits * _MBIT * _FRAMES)
+        return self._with(machine.tcp.latency, self.tcp.overhead, bandwidth)
 
-    def _with(self, latency: float, bandwidth: float) -> Machine:
+    def _with(self, latency: float, overhead: float, bandwidth: float) -> Machine:
         slower, later = bandwidth / self.tcp.bandwidth, latency / self.tcp.latency
-        tcp = self.tcp._replace(latency=latency, bandwidth=bandwidth)
+        tcp = self.tcp._replace(latency=latency, overhead=overhead, bandwidth=bandwidth)
         return self._replace(tcp=tcp, incast=self.incast * min(1.0, slower * later))
 
     def network(self, topology: Topology) -> str:
@@ -107,7 +110,9 @@ class Machine(NamedTuple):
         ours = self.on(topology).tcp
         if self.measured is not None and topology.between_hosts == "tcp":
             rate, micros = 8e-9 * ours.bandwidth, ours.latency * 1e6
-            return f"network between hosts: {rate:.3g} Gbit/s, {micros:.3g} us a message, as measured"
+            work = ours.overhead * 1e6
+            told = f"{rate:.3g} Gbit/s, {micros:.3g} us a message and {work:.3g} us of work at either end"
+            return f"network between hosts: {told}, as measured"
         if mbits == 0:
             taken = self.verbs if topology.between_hosts == "verbs" else self.tcp
             told = f"taken for {8e-9 * taken.bandwidth:.3g} Gbit/s: no system says its cards' rate"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _TABLES = {
     "measured": ("collective", "hosts", "cores", "transport", "bytes", "us"),
-    "network": ("hosts", "transport", "latency", "bandwidth"),
+    "network": ("hosts", "transport", "latency", "overhead", "bandwidth"),
 }
 _TRANSPORTS = "shm|tcp|verbs|shm and tcp|shm and verbs"
 _BETTER = 0.97  # of the time of what is taken for smaller messages, at most: else that stays
@@ -184,11 +184,11 @@ def _between(document: Document, path: tuple[str | int, ...], given: dict[str, o
     _whole(document, path, given)
     hosts = _list(document, (*path, "hosts"), "some", given["hosts"])
     transport = document.read((*path, "transport"), _TRANSPORTS, given["transport"])
-    latency = document.read((*path, "latency"), "time", given["latency"])
+    latency, overhead = (document.read((*path, key), "time", given[key]) for key in ("latency", "overhead"))
     bandwidth = document.read((*path, "bandwidth"), "bandwidth", given["bandwidth"])
     if latency <= 0:
         document.refuse((*path, "latency"), "wanted more than no time")
-    return Between(tuple(map(int, hosts)), transport, Network(latency, bandwidth))
+    return Between(tuple(map(int, hosts)), transport, Network(latency, overhead, bandwidth))
 
 
 def _read(document: Document, path: tuple[str | int, ...], given: dict[str, object]) -> Measured:
@@ -225,9 +225,10 @@ def write(found: Tuned, about: Sequence[str]) -> str:
     """The file that `read` reads; `about` stands first, as comments."""
     lines = [f"# {line}" for line in about]
     for between in found.networks:
-        latency, bandwidth = between.network
+        latency, overhead, bandwidth = between.network
         lines += ["", "[[network]]", f"hosts = {list(between.hosts)}", f'transport = "{between.transport}"']
-        lines += [f'latency = "{latency * 1e6:.4g} us"', f'bandwidth = "{bandwidth / 1e6:.4g} MB/s"']
+        lines += [f'latency = "{latency * 1e6:.4g} us"', f'overhead = "{overhead * 1e6:.4g} us"']
+        lines.append(f'bandwidth = "{bandwidth / 1e6:.4g} MB/s"')
     for one in found.times:
         hosts, cores, transport = one.placed
         lines += ["", "[[measured]]", f'collective = "{one.collective.label}"', f"hosts = {list(hosts)}"]
