@@ -17,7 +17,7 @@ from hetcoll.rendezvous.store.returns import Claim
 from hetcoll.rendezvous.uplink import pack_places
 
 SIZE = 4
-ALONE = Claim(1, (), 15.0, 2.0)
+ALONE = Claim(1, (), True, 15.0, 2.0)
 PLACES: Places = (("10.0.0.2", 1), ("127.0.0.1", 1))
 OTHERS: Places = (("10.0.0.3", 1),)
 clients = st.integers(0, SIZE - 1)
@@ -217,7 +217,7 @@ def return_to(groups: Groups, client: Client, places: bytes = b"") -> None:
 
 def test_a_store_that_is_not_sure_waits_for_more_than_half() -> None:
     now = [0.0]
-    groups = Groups(lambda: now[0], succeeds=Claim(3, None, 5.0, 5.0))
+    groups = Groups(lambda: now[0], succeeds=Claim(3, (), False, 5.0, 5.0))
     members = [Client(rank, 5) for rank in range(5)]
     for client in members[:2]:
         client.membership.formed = client.membership.joined = True
@@ -234,19 +234,17 @@ def test_a_store_that_is_not_sure_waits_for_more_than_half() -> None:
 
 def test_a_store_that_finds_no_half_gives_up() -> None:
     now = [0.0]
-    groups = Groups(lambda: now[0], succeeds=Claim(3, None, 5.0, 5.0))
+    groups = Groups(lambda: now[0], succeeds=Claim(3, (), False, 5.0, 5.0))
     return_to(groups, Client(0, 5))
     now[0] = 6.0
     groups.tick()
     assert groups.returns.alone == "1 processes found each other where 3 are more than half of the job"
 
 
-@pytest.mark.parametrize(
-    "rivals", [None, (PLACES, OTHERS)], ids=["one before it lives", "it may have been passed over"]
-)
-def test_a_store_serves_alone_where_nobody_else_may(rivals: tuple[Places, ...] | None) -> None:
+@pytest.mark.parametrize("certain", [False, True], ids=["one before it lives", "it may have been passed over"])
+def test_a_store_serves_alone_where_nobody_else_may(certain: bool) -> None:
     """All others that might serve have come or are dead; a store that was served before this one may do so as well."""
-    groups = Groups(lambda: 0.0, succeeds=Claim(3, rivals, 15.0, 2.0))
+    groups = Groups(lambda: 0.0, succeeds=Claim(3, (PLACES, OTHERS), certain, 15.0, 2.0))
     alone, rival = Client(0, 5), Client(1, 5)
     return_to(groups, alone)
     for address in PLACES:
@@ -254,11 +252,11 @@ def test_a_store_serves_alone_where_nobody_else_may(rivals: tuple[Places, ...] |
         groups.hear_of_death(pack_places((address,)))
     assert not groups.returns.sure
     return_to(groups, rival, pack_places(OTHERS))
-    assert groups.returns.waits is (rivals is None)
+    assert groups.returns.waits is not certain
 
 
 def test_a_rival_that_came_and_fell_silent_may_serve() -> None:
-    groups = Groups(lambda: 0.0, succeeds=Claim(3, (PLACES, OTHERS), 15.0, 2.0))
+    groups = Groups(lambda: 0.0, succeeds=Claim(3, (PLACES, OTHERS), True, 15.0, 2.0))
     rival = Client(1, 5)
     return_to(groups, rival, pack_places(OTHERS))
     groups.drop(rival, "its connection timed out", silent=True)
@@ -282,6 +280,24 @@ def test_who_was_left_behind_hears_it_from_the_next_store() -> None:
     for client in job.alive:
         client.read(len(client.inbox))
     assert [client.behind for client in job.alive] == [False, False, False, True]
+
+
+def test_who_did_not_hear_that_the_others_went_on_hears_it_from_the_next_store() -> None:
+    """They have left the group since, and the store at which that was decided is gone."""
+    job = Returning()
+    job.begin()
+    job.shrink([0, 1, 2])
+    job.time_passes(9.0)
+    groups = Groups(lambda: 0.0, succeeds=ALONE)
+    for client in job.alive[:3]:
+        client.read(len(client.inbox))
+        client.membership.leave()
+        return_to(groups, client)
+    late = job.alive[3]
+    late.inbox.clear()  # it was cut off
+    return_to(groups, late)
+    late.read(len(late.inbox))
+    assert late.behind
 
 
 def test_who_knows_that_it_was_left_behind_does_not_go_on_alone() -> None:

@@ -49,9 +49,24 @@ def test_who_comes_to_a_store_late_is_counted() -> None:
     for member in (host, first):
         successors.take_back(member, member is host, b"where it listens", b"")
     successors.confirm()
-    later.pop()()
+    successors.release()
     assert unpack(first.told[-1][1])[0] == U32.pack(1)
     successors.take_back(late, False, b"where it does", b"")
     successors.confirm()
     later.pop()()
     assert unpack(first.told[-1][1])[0] == U32.pack(2)
+
+
+def test_all_go_by_one_list_until_nobody_is_left_who_could_go_by_the_old_one() -> None:
+    """Else a successor that has yet to come here, and who is asked in its place, might both serve."""
+    successors = Successors(pack((b"charge",)), lambda _, action: None)
+    old = pack((U32.pack(3), b"where rank 1 listens", b"where rank 2 does"))
+    host, first = Heard("rank 1", world=1), Heard("rank 3", world=3)
+    for member in (host, first):
+        successors.take_back(member, member is host, b"", old)
+    successors.confirm()
+    assert first.told == [(Op.SUCCESSORS, b"")]
+    successors.release()
+    assert [op for op, _ in first.told[1:]] == [Op.STAND]
+    successors.stand(first, 0, b"", b"where rank 3 does")
+    assert unpack(first.told[-1][1]) == [U32.pack(2), b"where rank 3 does"], "rank 2 may yet come"

@@ -2,8 +2,8 @@
 
 It does what Linux does where the control plane relies on it. The end of a process ends its streams, or resets them
 where something was left unread. What comes to a closed socket is answered by a reset. Who has sent more than the other
-end has read has to wait. What is under way while a network is cut comes when it is whole again; if that takes too long,
-both ends see a timeout.
+end has read has to wait. What is under way while a network is cut comes when it is whole again, but for a reset, which
+is never sent again: a probe finds that the other end is gone. If it takes too long, both ends see a timeout.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .kernel import Kernel, Process, Queue
 _DEAD_AFTER = 30.0, 36.0  # seconds: TCP_USER_TIMEOUT, and up to a probe more
 _UNREACHABLE = 3.0  # seconds until a system says that a neighbour does not answer
 _GIVEN_UP = 130.0  # seconds that it tries to connect, where nobody says even that
+_PROBED = 5.0  # seconds in which a system sees that the other end of a silent connection is none any more
 _TCP_INFO = struct.Struct("8B24I")
 _EPHEMERAL = 32768
 POLLIN, POLLOUT, POLLERR, POLLHUP = 1, 4, 8, 16
@@ -345,6 +346,7 @@ class File:
         assert peer is not None
         if self._held or not Network.reaches(self.host, peer.host):
             self._held.append((what, data))
+            self.network.streams[self] = None  # also of one that is closed
         elif peer.state == "closed" or peer._broken:
             if what == "data" and not self.host.gone:
                 peer._post("reset")
@@ -373,13 +375,26 @@ class File:
 
     def reached(self) -> None:
         """The network is whole again."""
+        if self._apart is not None and self.kept_alive:
+            self.kernel.after(_PROBED, self._probe)
         self._apart = None
         held, self._held = self._held, []
+        if self.state == "closed":
+            self.network.streams.pop(self, None)
+            if ("reset", b"") in held:
+                return
         for what, data in held:
             if what == "syn":
                 self._knock(self.network.host(self.remote[0]), *struct.unpack("<H", data))
             else:
                 self._post(what, data)
+
+    def _probe(self) -> None:
+        peer = self.peer
+        if peer is None or self._ended or self._broken or not Network.reaches(self.host, peer.host):
+            return
+        if peer._broken or peer.state == "closed":
+            self.break_now()
 
 
 def _error(code: int) -> OSError:

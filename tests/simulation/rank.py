@@ -64,6 +64,10 @@ class History:
     """Who was the first successor, where that was stopped."""
     met: dict[str, float] = field(default_factory=dict)
     """When each first met all others."""
+    again: dict[str, float] = field(default_factory=dict)
+    """Newcomers that left, and came again, when; their goodbyes may be lost with a store."""
+    rolls: dict[tuple[Any, str], float] = field(default_factory=dict)
+    """When each was told who goes on, by group and what."""
 
 
 class LeaveError(Exception):
@@ -176,6 +180,7 @@ class Rank:
             except PeerLostError:
                 if not (place is not None or self.session.control.lost_early) or threads.monotonic() > until:
                     raise
+                self.history.again.setdefault(self.name, World.kernel.seconds)
             finally:
                 self.session.control.close()
 
@@ -345,6 +350,7 @@ class Rank:
         while True:
             roll, ranks = decisions.shrink(self.session.control, self.group, PATIENCE)
             self._told(("shrink", roll), tuple(ranks))
+            self.history.rolls[(self.group, "shrink", roll), self.name] = World.kernel.seconds
             if self.rank not in ranks:
                 self.history.wrong.append(f"{self.name}, rank {self.rank}, goes on with {ranks}")
             before, name = self.group, self.group + b" shrink %d" % roll

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hetcoll.rendezvous.protocol.news import Lost
+from hetcoll.rendezvous.store.successors import MOST
 
 from .job import Job, address
 from .rank import TIMEOUT, History
@@ -16,6 +17,9 @@ _PROMPT = {"calm", "reset", "leave", "mismatch", "late"}
 """Where the store always answers within the seconds that a verdict waits for it."""
 _NAMED = 6.0  # seconds in which a death is known, one after another
 _SETTLED = 100.0  # seconds after which the parts of a job whose network was cut have settled who goes on
+_FOLLOWED = 0.5  # seconds in which a store that takes another's place has successors
+_ORPHANED = 40.0  # in which who finds none gives up
+_NOTICED = 15.0  # seconds between the first and the last whose silence is noticed
 _PASSED = 15.0  # in which others pass over who is stopped; if it wakes meanwhile, some come to it and some do not
 _NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
 
@@ -38,9 +42,13 @@ def _one_answer(job: Job, history: History) -> Iterator[str]:
     for key, everybody in history.answers.items():
         told = {name: each for name, each in everybody.items() if history.ends.get(name) == ""}
         if key[1] == "shrink" and job.kind in ("cut", "vanish") and not job.few:
-            # Who ends a moment later may have been told of more that go on, but not to go on without these.
+            # Who ends soon may have been told of more that go on, or to go on without these by a store that has noticed
+            # of some of them, and not yet of most, that it hears nothing any more.
             told |= {
-                n: ranks for n, ranks in everybody.items() if not all(set(each) <= set(ranks) for each in told.values())
+                name: ranks
+                for name, ranks in everybody.items()
+                if history.ended.get(name, 1e9) > history.rolls[key, name] + _NOTICED
+                and not all(set(each) <= set(ranks) for each in told.values())
             }
         if key[1] == "verdict" and job.kind not in _PROMPT:
             continue
@@ -54,11 +62,18 @@ def _one_answer(job: Job, history: History) -> Iterator[str]:
 
 
 def _ends(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
-    """Who must go on to the end does."""
+    """Who must go on to the end does. Where nobody can take the store's place, all are told whose loss ended them."""
     for name in _must(job, history, gone):
         end = history.ends.get(name, "not at all")
-        if end not in ("", "left"):
+        orphaned = end.startswith("PeerLostError") and history.ended[name] < max(gone.values(), default=0.0) + _ORPHANED
+        if end not in ("", "left") and not (orphaned and _leaderless(gone)):
             yield f"{name} ended: {end}"
+
+
+def _leaderless(gone: Mapping[str, float]) -> bool:
+    """Whether a store and all of its successors may have died before others were told to follow."""
+    times = sorted(gone.values())
+    return any(last - first < _FOLLOWED for first, last in zip(times, times[MOST:], strict=False))
 
 
 def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
@@ -99,7 +114,7 @@ def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iter
         for when, group, event in news:
             if isinstance(event, Lost):
                 who = history.places[group].get(event.rank, "?")
-                if gone.get(who, 1e9) > when:
+                if min(gone.get(who, 1e9), history.again.get(who, 1e9)) > when:
                     yield f"{name} heard at {when:.3f} that {who} (rank {event.rank}) was lost: {event.reason}"
 
 

@@ -39,6 +39,7 @@ _LITTLE = 0.1  # seconds to send to a store that does not answer, whose socket m
 _GOODBYE_SECONDS, _GOODBYE_BEHIND = 1.0, 5.0  # the latter behind a relay
 _RELAY_DESCRIPTORS = 170  # of its children, and of those who have yet to prove the secret
 _WANTED = (Op.LEAVE, Op.QUERY)  # also of a group whose other requests were given up
+_LEFT = 8  # groups whose ends are remembered
 
 
 class ControlClient:
@@ -61,6 +62,7 @@ class ControlClient:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._groups: dict[bytes, Membership] = {}
+        self._left: list[Membership] = []  # the last that went on as others, which a rank may not have heard
         self._given_up: dict[bytes, str] = {}  # of `while_wanted` groups: why requests are of no more use, if they are
         self._lock = threading.Lock()  # of the tables and _end
         self._end: StoreLost | None = None
@@ -121,7 +123,10 @@ class ControlClient:
         """Say goodbye to a group: its other members see `Left`, and are told these `words` when they `query`."""
         self._call(Op.LEAVE, (group, words), timeout, group)
         with self._lock:
-            self._groups.pop(group, None)
+            membership = self._groups.pop(group, None)
+            if membership is not None and membership.continued:
+                membership.leave()
+                self._left = [*self._left[1 - _LEFT :], membership]
 
     def exchange(self, group: bytes, tag: bytes, blob: bytes, timeout: float | None = None) -> list[bytes]:
         """Every rank's `blob`, in the order of ranks: an all-gather, which all members call with the same `tag`.
@@ -368,7 +373,8 @@ class ControlClient:
                     membership.host = NOBODY
             mine = b"\1" if self._succession.hosts else b"\0", self._succession.places, self._succession.told
             whole = self._succession.hosts or bool(self._succession.places)
-            pasts = pack(each.spell(whole=whole) for each in list(self._groups.values()) if each.joined)
+            groups = [*self._left, *self._groups.values()]
+            pasts = pack(each.spell(whole=whole) for each in groups if each.joined)
             self._relay = None  # it ends with the way to the store that it had
             try:
                 self._uplink.move(home, pack((*mine, pasts)), max(deadline, time.monotonic() + GRACE))

@@ -123,6 +123,15 @@ class Membership:
             log.exception("the event handler of %r failed on %r", self.name, event)
             return None
 
+    @property
+    def continued(self) -> bool:
+        """Whether its ranks, or those that are left of them, have gone on in another group."""
+        return any(each.status == Status.OK for op in (Op.SHRINK, Op.GROW) for each in self.answered.get(op, ()))
+
+    def leave(self) -> None:
+        """This process is no rank of it any more."""
+        self.gone.setdefault(self.rank, "")
+
     def spell(self, *, whole: bool = True) -> bytes:
         """For a new store. Answers that are long are the same for all: not all have to tell the `whole` of them."""
         told = {tag: value for (tag, rank), value in list(self.own.items()) if rank == self.rank}

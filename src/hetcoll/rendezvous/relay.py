@@ -1,8 +1,9 @@
 """A relay: a process of a large job that passes frames between others and the store.
 
 It keeps no state of the job, only connections: up to the store or another relay, and down to its children, which are
-members and relays. When its own way up changes, it tells its children (RESYNC), which find out what was lost. Each
-child hears of it now and then (BEAT), so that a relay whose process is stopped is left.
+members and relays. When its own way up changes, it tells its children (RESYNC), which find out what was lost, and the
+store which children it has. Each child hears of it now and then (BEAT), so that a relay whose process is stopped is
+left.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .connections.members import ENDED, Connection, Watch
 from .connections.sockets import BACKLOG, broke, receive, spell_error, until_vanished, vanished
 from .protocol.routes import Entry, extend_up, pack_down, pack_up, unpack_down
 from .protocol.unique_id import UniqueId
-from .protocol.wire import Frame, FrameReader, Op, Status
+from .protocol.wire import U32, Frame, FrameReader, Op, Status
 
 log = logging.getLogger("hetcoll.relay")
 
@@ -143,13 +144,19 @@ class Relay:
         self._take(b"")  # what came with the welcome
 
     def _come_again(self, error: Exception) -> None:
-        """Another way up. What was under way is lost, and children are told."""
+        """Another way up."""
         assert self._up is not None
         self._selector.unregister(self._up.sock)
         self._up.sock.close()
         self._dirty.discard(self._up)
         log.info("a relay's way up is lost: %s", spell_error(error))
         self._come(uplink.time_to_return(error), again=True)
+        self._resync()
+
+    def _resync(self) -> None:
+        """What was under way is lost, also the news of a child that is gone."""
+        assert self._up is not None
+        self._up.send(Op.CHILDREN, b"".join(map(U32.pack, self._children)))
         for child in self._children.values():
             child.send(Op.RESYNC, b"")
 
@@ -253,8 +260,7 @@ class Relay:
             if frame.op == Op.DOWN:
                 self._pass_down(frame)
             elif frame.op == Op.RESYNC:
-                for child in self._children.values():
-                    child.send(Op.RESYNC, b"")
+                self._resync()
             elif frame.op == Op.CLOSING:
                 self._closing = True
 

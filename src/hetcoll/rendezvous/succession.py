@@ -132,7 +132,8 @@ class Succession:
         from .store.server import StoreServer
 
         listeners, self._listeners = self._listeners, []
-        taken = replace(lost, addresses=self._mine)
+        mine = self._mine
+        taken = replace(lost, addresses=mine)
         for address in set(lost.addresses) - set(self._mine):
             try:
                 listeners += bind_all(address[:1], address[1])
@@ -140,10 +141,10 @@ class Succession:
                 log.info("newcomers will not find the store at %s: %s", spell_address(address), error)
         context, (opened, tls), linger = self._charge
         listeners += announce(lost.job_id)
-        rivals = tuple(self._order[number + 1 :]) if self._certain else None
+        rivals = tuple(self._order[number + 1 :] if self._certain else (each for each in self._order if each != mine))
         quorum = (self._count + (not gone)) // 2 + 1
         seconds = _UNSURE_GRACE + (_BEHIND_RELAYS if self._count >= FEW else 0.0)
-        claim = Claim(quorum, rivals, seconds, GRACE if self._certain else _UNSURE_GRACE)
+        claim = Claim(quorum, rivals, self._certain, seconds, GRACE if self._certain else _UNSURE_GRACE)
         log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
         StoreServer(
             listeners,

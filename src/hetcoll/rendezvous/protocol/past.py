@@ -32,8 +32,9 @@ def remember(earlier: tuple[Answered, ...], last: Answered) -> tuple[Answered, .
 
 
 class Past(NamedTuple):
-    """One group. `formed`: all of its ranks have met in an exchange. `rolls` is the number of its last `shrink`, `told`
-    what this rank told as its own in exchanges, by tag, `answered` its last answers to each operation of JOINT."""
+    """One group, which this rank has left where that is `gone` itself. `formed`: all of its ranks have met in an
+    exchange. `rolls` is the number of its last `shrink`, `told` what this rank told as its own in exchanges, by tag,
+    `answered` its last answers to each operation of JOINT."""
 
     name: bytes
     rank: int

@@ -56,6 +56,7 @@ class Op(IntEnum):
     # knows of its groups (`past`); a member's first frame to a store that has taken the place of another; has no reply
     SURVEY = 22  # blob, seconds -> the last SUCCESSORS; of each process of the job a group, its rank there, and empty
     # or 1 and the answer
+    CHILDREN = 23  # of a relay, after its way has changed: those that it has, u32 each
     REPLY = 64
     LOST = 65  # group, rank, reason
     LEFT = 66  # group, ranks

@@ -62,9 +62,13 @@ class Groups:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
         self._successors = successors = Successors(charge, self._after)
-        self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow)
+        self.reaches: Callable[[Member], bool] = lambda _: True
+        """Whether there is a way to a member now."""
+        self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow, self._doubts)
         self._questions = Questions(self.rolls.find_current, self._groups, self._after, lambda: successors.told)
-        self.returns = Returns(self._find, self._part, self._catch_up, self.handle, self._after, succeeds)
+        self.returns = Returns(
+            self._find, self._part, self._catch_up, self.handle, self._begin_anew, self._after, succeeds
+        )
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
             Op.JOIN: (5, self._join),
             Op.LEAVE: (2, self._leave),
@@ -121,6 +125,9 @@ class Groups:
             returning[:] = [each for each in returning if each[0] is not member]
         for name in list(member.ranks):
             self._part(member, name, reason)
+
+    def _doubts(self) -> bool:
+        return self._successors.doubts(self.reaches)
 
     def keeps(self, member: Member) -> bool:
         """Whether the store is to go on for `member`: not for who waits to be taken in or looks on."""
@@ -198,6 +205,8 @@ class Groups:
         if self.returns.sure:
             self._successors.confirm()
             self.returns.serve()
+        if self.returns.settled:
+            self._successors.release()
 
     def _find(self, name: bytes, size: int, *, new: bool) -> Group | None:
         return self._groups.get(name) or (self._create(name, size) if new else None)
@@ -243,8 +252,10 @@ class Groups:
 
     def _begin_anew(self, name: bytes) -> None:
         """Forget a group that nobody is in any more; who waited for that enters the new one."""
-        group = self._groups[name]
-        if group.members or not (group.mixed or len(group.gone) >= group.size or self._returning.get(name)):
+        group = self._groups.get(name)
+        if group is None or group.members or self.returns.awaits(name):
+            return
+        if not (group.mixed or len(group.gone) >= group.size or self._returning.get(name)):
             return
         del self._groups[name]
         for member, request, rest in self._returning.pop(name, []):

@@ -22,19 +22,20 @@ from ..protocol.wire import F64, MAX_ID, NOBODY, U32, Frame, Op, Status, pack, u
 from ..uplink import ABSENCE, pack_places
 from .group import Group
 from .rolls import tell_left_behind
-from .successors import After
+from .successors import SILENCES, After
 
 Waiting = tuple[Member, Frame]
 
 
 class Claim(NamedTuple):
     """On what a store takes the place of another: it serves once `quorum` processes have come, which are more than half
-    of the job; or once each of its `rivals` has come or is dead, who could serve if this one was passed over. These are
-    the places where they listen; None where a store before this one may live. It has so many `seconds` for that, and
-    ranks then have `grace` to come."""
+    of the job; or, where it is `certain` that no store before it lives, once each of its `rivals` has come or is dead,
+    who could serve if this one was passed over. These are the places where they listen. It has so many `seconds` for
+    that, and ranks then have `grace` to come."""
 
     quorum: int
-    rivals: tuple[Places, ...] | None
+    rivals: tuple[Places, ...]
+    certain: bool
     seconds: float
     grace: float
 
@@ -60,7 +61,8 @@ class Returns:
     """How members of a lost store come to this one, which serves nobody until its `claim` is good.
 
     `find` gives a group, made where there is none if it may be new, `part` takes a member out of one for a reason,
-    `catch_up` tells a member what others of a group were told, `handle` serves a frame.
+    `catch_up` tells a member what others of a group were told, `handle` serves a frame, `begin_anew` forgets a group
+    that nobody is in any more.
     """
 
     def __init__(
@@ -69,15 +71,17 @@ class Returns:
         part: Callable[[Member, bytes, str], None],
         catch_up: Callable[[Member, Group], None],
         handle: Callable[[Member, Frame], None],
+        begin_anew: Callable[[bytes], None],
         after: After,
         claim: Claim | None,
     ) -> None:
         self._find, self._part, self._catch_up, self._handle, self._after = find, part, catch_up, handle, after
-        self._claim = claim or Claim(0, (), 0.0, 0.0)
+        self._begin_anew = begin_anew
+        self._claim = claim or Claim(0, (), True, 0.0, 0.0)
         self.waits = claim is not None
         """Whether another store may serve."""
-        self._rivals = {pack_places(each): {*map(_token, each)} for each in self._claim.rivals or ()}
-        self._before = self._claim.rivals is None
+        self._rivals = {pack_places(each): {*map(_token, each)} for each in self._claim.rivals}
+        self._before = not self._claim.certain
         self._forget: Callable[[bytes], None] = lambda _: None
         self._complete = 0.0 if self.waits else math.inf  # all groups of up to so many ranks are, or were, known here
         self._came: set[Member] = set()
@@ -85,6 +89,7 @@ class Returns:
         self._held: list[Waiting] = []  # until it is sure
         self._timers: list[tuple[float, Callable[[], None]]] = []  # which begin then
         self._settling: dict[bytes, list[Waiting]] = {}  # by group: until all of its ranks are here, or are missed
+        self._awaited: set[bytes] = set()  # groups of which ranks may come that the others have left
         self.alone = ""
         """Why this store gives up, if it does."""
         if claim is not None:
@@ -95,7 +100,7 @@ class Returns:
     def watch(self, pulses: Pulses) -> None:
         """See which of the rivals die: `hear_of_death` is told."""
         self._forget = pulses.forget
-        for places in self._claim.rivals or ():
+        for places in self._claim.rivals:
             for address in places:
                 pulses.feel(_token(address), address, "")
 
@@ -116,16 +121,26 @@ class Returns:
         """Whether no other store serves, or ever will before this one has ended."""
         return not self.waits or len(self._came) >= self._claim.quorum or not (self._before or self._rivals)
 
+    @property
+    def settled(self) -> bool:
+        """Whether this store serves, and nobody else goes by the list of successors that brought it here."""
+        return not (self.waits or self._rivals)
+
     def serve(self) -> None:
         """Serve all from now on."""
+        if self.waits:
+            self._after(F64.pack(SILENCES), self._forget_rivals)
         self.waits = False
-        for places in self._claim.rivals or ():
-            for address in places:
-                self._forget(_token(address))
         held, self._held, timers, self._timers = self._held, [], self._timers, []
         for seconds, action in timers:
             self._after(F64.pack(seconds), action)
         self._serve(held)
+
+    def _forget_rivals(self) -> None:
+        for listens in self._rivals.values():
+            for token in listens:
+                self._forget(token)
+        self._rivals.clear()
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         """So long after it is sure."""
@@ -148,6 +163,10 @@ class Returns:
         held.append((member, frame))
         return True
 
+    def awaits(self, name: bytes) -> bool:
+        """Whether ranks of a group may come who have not heard how it ended."""
+        return name in self._awaited
+
     @property
     def over(self) -> bool:
         """Whether nobody is awaited any more, of some that were."""
@@ -160,7 +179,8 @@ class Returns:
 
     def take(self, member: Member, places: bytes, pasts: bytes) -> None:
         """A member comes, perhaps a rival, with what it knows of its groups. What has waited for that is served."""
-        self._rivals.pop(places, None)
+        for token in self._rivals.pop(places, ()):
+            self._forget(token)
         for body in unpack(pasts):
             try:
                 past = Past.read(body)
@@ -205,15 +225,17 @@ class Returns:
         if not group.resumed:
             group.resumed = True
             self._settling[past.name] = []
+            self._awaited.add(past.name)
             seconds = self._patience(group.size)
             self._later(seconds, lambda: self._miss(group, seconds))
         present = group.members.get(past.rank)
         if group.gone.get(past.rank) or group.size != past.size or not isinstance(present, Absent | None):
             self._leave_behind(member, past.name, past.rank)
             return group
-        group.gone.pop(past.rank, None)
-        group.members[past.rank] = member
-        member.ranks[past.name] = past.rank
+        if past.rank not in past.gone:
+            group.gone.pop(past.rank, None)
+            group.members[past.rank] = member
+            member.ranks[past.name] = past.rank
         if past.formed and not group.formed:
             group.formed = True
             for rank in range(group.size):
@@ -253,7 +275,7 @@ class Returns:
             group.answered.update({(op, each.key): each for each in some})
         if len(group.answered) > known:
             self._leave_late(group)
-        elif past.rank in group.late:
+        elif past.rank in group.late and past.rank in group.members:
             tell_left_behind(group, [past.rank])
         return news
 
@@ -268,10 +290,13 @@ class Returns:
 
     def _miss(self, group: Group, seconds: float) -> None:
         """Who has not come by now does not."""
+        self._awaited.discard(group.name)
         for other in list(group.members.values()):
             if isinstance(other, Absent):
                 self._part(other, group.name, f"it did not come to the job's new store within {seconds:.3g} s")
         self._settle(group, now=True)
+        if not group.members:
+            self._begin_anew(group.name)
 
     @staticmethod
     def answer_again(group: Group | None, member: Member, frame: Frame) -> bool:

@@ -22,6 +22,7 @@ log = logging.getLogger("hetcoll.rolls")
 
 NAME_BYTES = 16
 MAX_NEWCOMERS = 1 << 16
+_DOUBT = F64.pack(0.5)  # seconds, again and again
 
 
 @dataclass(slots=True)
@@ -35,7 +36,8 @@ class _Newcomer:
 class Rolls:
     """All decisions of a store. `find` gives a member's group and rank, `create` makes a group of a name and size,
     `after` calls a function once so many seconds (a packed double) are over, `on_growth` is called when newcomers are
-    of the job, and nobody has heard it yet."""
+    of the job, and nobody has heard it yet. While it `doubts` that others do not decide otherwise, nothing is decided
+    without them."""
 
     def __init__(
         self,
@@ -44,9 +46,10 @@ class Rolls:
         after: Callable[[bytes, Callable[[], None]], None],
         clock: Callable[[], float],
         on_growth: Callable[[], None],
+        doubts: Callable[[], bool],
     ) -> None:
         self._find, self._create, self._after, self._clock = find, create, after, clock
-        self._on_growth = on_growth
+        self._on_growth, self._doubts = on_growth, doubts
         self._lobby: list[_Newcomer] = []  # in the order in which they came
         self._growing: list[tuple[Group, Roll]] = []  # groups that wait, in that order
         self.refused = 0
@@ -110,6 +113,10 @@ class Rolls:
         missing = group.members.keys() - group.roll.keys() - group.late
         if missing and not now:
             return
+        if self._doubts():
+            turn = group.rolls
+            self._after(_DOUBT, lambda: self._close_roll(group, now=now and group.rolls == turn))
+            return
         group.late |= missing
         group.rolls += 1
         body = pack(map(U32.pack, (group.rolls, *sorted(group.roll))))
@@ -147,8 +154,12 @@ class Rolls:
 
     def _close_agreement(self, group: Group, number: int) -> None:
         """The bits that all have who said something, once nobody is awaited that could."""
-        roll = group.agreements[number]
-        if roll.failed is None and _complete(group, roll):
+        roll = group.agreements.get(number)
+        if roll is None or roll.failed is not None or not _complete(group, roll):
+            return
+        if group.gone and self._doubts():
+            self._after(_DOUBT, lambda: self._close_agreement(group, number))
+        else:
             flag = -1
             for (said,) in map(I64.unpack, roll.said.values()):
                 flag &= said

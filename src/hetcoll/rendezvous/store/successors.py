@@ -11,13 +11,13 @@ import logging
 from collections.abc import Callable, Iterable
 
 from ..protocol.keys import Member
-from ..protocol.wire import F64, U32, Op, pack
+from ..protocol.wire import F64, U32, Op, pack, unpack
 
 log = logging.getLogger("hetcoll.successors")
 
 MOST = 3
 _GATHER = 0.5  # seconds: who leaves in that time is told of together
-_SILENCES = 60.0  # seconds in which all notice that a network is cut
+SILENCES = 60.0  # seconds in which all notice that a network is cut
 
 After = Callable[[bytes, Callable[[], None]], None]
 
@@ -32,10 +32,11 @@ class Successors:
         self._firm: set[Member] = set()  # of these all but newcomers whose group has yet to meet
         self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
         self._unsure: list[Member] = []  # who came before this store was sure to serve
-        self._begun = self._due = False
+        self._begun = self._due = self._fixed = False
         self.told = b""
         """The last SUCCESSORS, which all members heard."""
         self._silent = 0  # ranks that fell silent of late
+        self._least = 0  # others of the job that may be, as they were told at the store before this one
         self.cut_off = ""
         """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
 
@@ -69,9 +70,12 @@ class Successors:
 
     def take_back(self, member: Member, hosts: bool, places: bytes, told: bytes) -> None:
         """A member of the store before this one, which may be a successor already. It was `told` a list there, as all
-        were, and nobody is told another until most have come: two that went by different lists might both serve."""
+        were, which stays until `release`: two that went by different lists might both serve."""
         self._members[member] = hosts
+        self._fixed = self._fixed or not self._begun
         self.told = self.told or told
+        if told:
+            self._least = max(self._least, U32.unpack(unpack(told)[0])[0] - 1)
         self._unsure.append(member)
         if places:
             self._places[member] = places
@@ -83,9 +87,19 @@ class Successors:
         for member in self._unsure:
             member.send(Op.SUCCESSORS, b"")
         self._unsure.clear()
-        if self._charge and (more or not self._begun):
+        if self._charge and not self._begun:
             self._begun = True
+            self._after(F64.pack(SILENCES), self._forget_before)
+        if self._begun and more and self._places:
             self._refresh_soon()
+        elif self._begun and more:  # if this store died now, perhaps nobody would take its place
+            self._refresh()
+
+    def release(self) -> None:
+        """Nobody may serve by the list of the store before this one any more who would not hear of another."""
+        if self._begun and self._fixed:
+            self._fixed = False
+            self._refresh()
 
     def drop(self, member: Member, silent: bool) -> None:
         """A member is gone. `silent`: all that is known is that nothing comes from it any more."""
@@ -96,16 +110,29 @@ class Successors:
         self._ranks.discard(member)
         self._firm.discard(member)
         self._refresh_soon()
+        if counted and not silent:
+            self._least -= 1
         if silent and counted:
             self._silent += 1
-            self._after(F64.pack(_SILENCES), self._forget_silence)
+            self._after(F64.pack(SILENCES), self._forget_silence)
             if self._begun and self._silent > len(self._firm):
                 count = self._silent + len(self._firm)
                 self.cut_off = f"{self._silent} of {count} processes fell silent, and may go on without this part"
 
+    def doubts(self, reaches: Callable[[Member], bool]) -> bool:
+        """Whether this store may give up soon: most fell silent, or cannot be reached now."""
+        here = sum(map(reaches, self._firm))
+        return self._begun and self._silent + len(self._firm) - here > here
+
     def _forget_silence(self) -> None:
         """If that one had gone on elsewhere, with more than half of the job, this store had given up by now."""
         self._silent -= 1
+        self._refresh_soon()
+
+    def _forget_before(self) -> None:
+        """Who has not come by now does not."""
+        self._least = 0
+        self.release()
         self._refresh_soon()
 
     def begin(self, members: Iterable[Member]) -> None:
@@ -132,9 +159,11 @@ class Successors:
             self._after(F64.pack(_GATHER), self._refresh)
 
     def _refresh(self) -> None:
-        """Have as many successors as can be, and tell all members, also of their number, in which who fell silent of
-        late is counted: if it lives, members that go by a lower number may be no more than half with it."""
+        """Have as many successors as can be, and tell all members, also of their number. In it counts who fell silent
+        of late, or may yet come: if it lives, members that go by a lower number may be no more than half with it."""
         self._due = False
+        if self._fixed:
+            return
         self._ask()
         if all(self._places.values()):
             self._tell()
@@ -152,7 +181,8 @@ class Successors:
 
     def _tell(self) -> None:
         self._due = False
-        count = len([each for each in self._ranks if not self._members[each]]) + self._silent
-        self.told = pack((U32.pack(count), *filter(None, self._places.values())))
+        count = max(len([each for each in self._ranks if not self._members[each]]) + self._silent, self._least)
+        places = unpack(self.told)[1:] if self._fixed else filter(None, self._places.values())
+        self.told = pack((U32.pack(count), *places))
         for member in self._members:
             member.send(Op.SUCCESSORS, self.told)

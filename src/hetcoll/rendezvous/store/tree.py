@@ -22,7 +22,7 @@ from ..protocol.exchanges import FEW
 from ..protocol.routes import Entry as Way
 from ..protocol.routes import Route, unpack_up
 from ..protocol.streams import Stream
-from ..protocol.wire import U64, Frame, Op, Status, pack, read_count
+from ..protocol.wire import U32, U64, Frame, Op, Status, pack, read_count
 from ..uplink import ABSENCE, RELAY_SECONDS, RETURN, Entry, Kind, pack_places
 from .groups import Groups
 
@@ -106,6 +106,7 @@ class Tree:
         self._groups, self._end = groups, end
         self.pulses = Pulses(selector, self._hear_of_death)
         groups.returns.watch(self.pulses)
+        groups.reaches = lambda member: isinstance(member, Node) and member.way() is not None
         self._nodes: dict[bytes, Node] = {}
         self._relays: list[Node] = []  # in the order in which they came
         self._waiting: list[_Waiting] = []
@@ -178,6 +179,10 @@ class Tree:
             node.sync(read_count(frame.body), Op.SYNCED)
         elif frame.op == Op.ACK:
             node.stream.acknowledge(read_count(frame.body))
+        elif node.entry.kind is Kind.RELAY and frame.op == Op.CHILDREN:
+            kept = {number for (number,) in U32.iter_unpack(frame.body)}
+            for child in [each for number, each in node.children.items() if number not in kept]:
+                self._miss(child, "the relay to it lost it")
         elif node.entry.kind is Kind.MEMBER and node.stream.accept(frame.number, len(frame.body)):
             if node.stream.owes():
                 node.emit(Op.ACK, U64.pack(node.stream.received))
