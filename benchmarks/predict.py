@@ -275,7 +275,7 @@ def places(args: argparse.Namespace) -> Iterator[Place]:
     for rate in args.rates:
         for n in args.hosts:
             rest = max(REST, 1.5 * args.burst / bits(rate))
-            with shaped(n, rate, burst=f"{args.burst}b") as net:
+            with shaped(n, rate, burst=f"{args.burst}b", control=args.control) as net:
                 cluster = of_hosts(net.hosts, rate, args.burst, rest)
                 yield Place(f"{n} namespaces, {rate}", cluster, measured(n, net.hosts, args, rest))
     pinned = all_copy(max(args.local)) if args.local else math.nan
@@ -283,9 +283,9 @@ def places(args: argparse.Namespace) -> Iterator[Place]:
         yield Place(f"{n} ranks, one host", of_ranks(n, pinned), measured(n, [], args))
 
 
-def machine() -> dict[str, Any]:
+def machine(control: str) -> dict[str, Any]:
     """What is measured on."""
-    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    control = control or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cores, model = len(os.sched_getaffinity(0)), models[0].partition(": ")[2] if models else platform.machine()
     return {"model": model, "cores": cores, "kernel": platform.release(), "congestion control": control}
@@ -357,6 +357,7 @@ def main(words: Any = None) -> int:
     parser.add_argument("--hosts", type=int, nargs="*", default=[2, 4, 8], help="numbers of namespaces")
     parser.add_argument("--rates", nargs="*", default=["100mbit", "400mbit"], help="of each one's link, in tc's words")
     parser.add_argument("--burst", type=parse_size, default=32 << 10, help="of each link, in bytes (default 32K)")
+    parser.add_argument("--control", default="", help="TCP's congestion control, such as reno (default: the system's)")
     parser.add_argument("--local", type=int, nargs="*", default=[2, 4, 8], help="numbers of ranks in one host")
     parser.add_argument("--algos", nargs="*", default=["ring", "tree", "direct", "halving_doubling"])
     parser.add_argument("--sizes", type=spans, default="8,64K,1M,16M")
@@ -365,7 +366,7 @@ def main(words: Any = None) -> int:
     parser.add_argument("--again", type=Path, nargs="+", metavar="FILE", help="predict what was measured there")
     parser.add_argument("--markdown", action="store_true", help="tables of ratios besides")
     args = parser.parse_args(words)
-    on, found = machine(), list[Place]()
+    on, found = machine(args.control), list[Place]()
     if args.again:
         on, found = {}, [_place(one) for file in args.again for one in json.loads(file.read_text())["places"]]
     for key, value in on.items():
