@@ -7,10 +7,11 @@
 What the cluster file says is measured first, by programs that run no collective: between hosts as `hetcoll tune` does,
 by all pairs of hosts at once. Inside a host, between two ranks: what an exchange takes longer than half a way is a
 core's work for one more message. `pinned` is what all cores copy at once. Links have the rate and the burst that tc was
-told, and rest before each call. Of a call the slowest rank counts; of short ones, the mean of a row of them. Of a
-launch the fastest call counts, of several launches the middle one. All else is predicted, and each ratio is printed
-beside the fastest and the slowest launch, and how many segments TCP sent again in a call of the middle one: what
-differs among launches no model meets. None is left out. Needs root, ip(8) and tc(8) for namespaces.
+told, and rest before each call. A call is from when ranks begin it, on average, until the last one has it; of short
+ones the mean of a row counts. Of a launch the fastest call counts, of several launches the middle one. All else is
+predicted, and each ratio is printed beside the fastest and the slowest launch, and how many segments TCP sent again in
+a call of the middle one: what differs among launches no model meets. None is left out. Needs root, ip(8) and tc(8) for
+namespaces.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ import hetcoll  # noqa: E402
 from hetcoll.cli import tune  # noqa: E402
 from hetcoll.cli.predict import spans  # noqa: E402
 from hetcoll.cli.report import human_size  # noqa: E402
+from hetcoll.cli.sweeps import parse_size  # noqa: E402
 from hetcoll.plan.cluster import read  # noqa: E402
 from hetcoll.plan.forecast import forecast  # noqa: E402
 from hetcoll.rendezvous.store import server as store  # noqa: E402
 from hetcoll.types import Collective  # noqa: E402
 
 CALLS, SECONDS = 9, 2.0  # of one size in a launch: so many, or for so long, but three
-SHORT, SHORT_INSIDE, ROW = 4 << 10, 64 << 10, 20  # bytes up to which so many calls in a row are timed
-BURST, REST = 32 << 10, 0.02  # bytes, and seconds after which slow links have them
+SHORT, SHORT_INSIDE, ROW = 256, 64 << 10, 20  # bytes up to which so many calls in a row are timed: bursts carry them
+WAKE = 5  # barriers after a rest
+REST = 0.02  # seconds at least
 PIECE, LONG = 16 << 10, 4 << 20
 NEAR = 0.15
 _TCP = "/proc/thread-self/net/snmp"
@@ -100,19 +103,20 @@ def join(job: Job, unique_id: Any) -> None:
     job.join()
 
 
-def seconds(job: Job, nbytes: int, rest: float) -> tuple[list[float], float]:
-    """Of all-reduces, each from a barrier on; and how many segments this host sent again in one, on average."""
+def called(job: Job, nbytes: int, rest: float, row: int) -> tuple[list[tuple[float, float]], float]:
+    """When all-reduces, or rows of them, began, each after a barrier, and ended, by the machine's clock, which is that
+    of all hosts here; and how many segments this one sent again in one, on average."""
     comm, found = _comm(job), []
-    row = ROW if nbytes <= (SHORT if rest else SHORT_INSIDE) else 1
     x, again = np.ones(max(1, nbytes // 4), np.float32), _sent_again()
     begun, enough = time.perf_counter(), np.zeros(1, np.int32)
     while not enough[0]:
         time.sleep(rest)
-        comm.barrier()
+        for _ in range(WAKE):
+            comm.barrier()
         start = time.perf_counter()
         for _ in range(row):
             comm.allreduce(x)
-        found.append((time.perf_counter() - start) / row)
+        found.append((start, time.perf_counter()))
         x.fill(1.0)
         enough[0] = len(found) >= CALLS or (len(found) >= 3 and time.perf_counter() - begun > SECONDS)
         comm.allreduce(enough, op="max")
@@ -124,7 +128,7 @@ def _sent_again() -> int:
     return int(values[names.index("RetransSegs")])
 
 
-def between(job: Job) -> tuple[float, float, float] | None:
+def between(job: Job, rest: float) -> tuple[float, float, float] | None:
     """Of this rank and its neighbour, on two hosts: `hetcoll tune`'s latency and overhead, and a core's seconds for a
     byte; nothing of a last one without a neighbour."""
     comm = _comm(job)
@@ -133,7 +137,7 @@ def between(job: Job) -> tuple[float, float, float] | None:
     if peer >= comm.size:
         return None
     latency, overhead = tune.message_to(comm, peer)
-    short, piece = (tune.half_way(comm, peer, nbytes, REST) for nbytes in (8, PIECE))
+    short, piece = (tune.half_way(comm, peer, nbytes, rest) for nbytes in (8, PIECE))
     return latency, overhead, (piece - short) / (2 * PIECE)
 
 
@@ -205,25 +209,32 @@ def joined(size: int, hosts: Sequence[str], algo: str = "") -> Iterator[Ranks]:
             ranks.finish(only=[0])
 
 
-def measured(size: int, hosts: Sequence[str], args: argparse.Namespace) -> list[Cell]:
+def measured(size: int, hosts: Sequence[str], args: argparse.Namespace, rest: float = 0.0) -> list[Cell]:
     """All cells of a place, launch after launch of each algorithm in turn."""
     cells = [Cell(algo, nbytes, [], []) for algo in args.algos for nbytes in args.sizes]
     for _ in range(args.launches):
         for algo in args.algos:
             with joined(size, hosts, algo) as ranks:
                 for cell in (cell for cell in cells if cell.algorithm == algo):
-                    found = ranks.run(seconds, cell.nbytes, REST if hosts else 0.0, timeout=120)
-                    cell.seconds.append(min(map(max, zip(*(times for times, _ in found), strict=True))))
+                    row = ROW if cell.nbytes <= (SHORT if hosts else SHORT_INSIDE) else 1
+                    found = ranks.run(called, cell.nbytes, rest, row, timeout=120)
+                    cell.seconds.append(min(map(_took, zip(*(times for times, _ in found), strict=True))) / row)
                     cell.again.append(sum(again for _, again in found) if hosts else 0.0)
     return cells
 
 
-def of_hosts(hosts: Sequence[str], rate: str) -> str:
+def _took(call: Iterable[tuple[float, float]]) -> float:
+    """Seconds of a call of all ranks, which begin it one by one."""
+    begun, ended = zip(*call, strict=True)
+    return float(max(ended) - statistics.fmean(begun))
+
+
+def of_hosts(hosts: Sequence[str], rate: str, burst: int, rest: float) -> str:
     """These namespaces with a rank each, as a cluster file: of all pairs the middle one."""
     with joined(len(hosts), hosts) as ranks:
-        pairs = [pair for pair in ranks.run(between)[::2] if pair]
+        pairs = [pair for pair in ranks.run(between, rest)[::2] if pair]
     latency, overhead, each = map(statistics.median, zip(*pairs, strict=True))
-    host = {"nic": _rate(bits(rate) * FRAMES), "burst": round(BURST * FRAMES)}
+    host = {"nic": _rate(bits(rate) * FRAMES), "burst": round(burst * FRAMES)}
     host |= {"sockets": _rate(1 / each)} if each > 0 else {}  # else it is lost in what other work does
     return described(len(hosts), 1, host, {"overhead": _time(overhead), "latency": _time(latency)})
 
@@ -263,16 +274,18 @@ def places(args: argparse.Namespace) -> Iterator[Place]:
     """Measure one after another."""
     for rate in args.rates:
         for n in args.hosts:
-            with shaped(n, rate, burst=f"{BURST >> 10}kb") as net:
-                yield Place(f"{n} namespaces, {rate}", of_hosts(net.hosts, rate), measured(n, net.hosts, args))
+            rest = max(REST, 1.5 * args.burst / bits(rate))
+            with shaped(n, rate, burst=f"{args.burst}b", control=args.control) as net:
+                cluster = of_hosts(net.hosts, rate, args.burst, rest)
+                yield Place(f"{n} namespaces, {rate}", cluster, measured(n, net.hosts, args, rest))
     pinned = all_copy(max(args.local)) if args.local else math.nan
     for n in args.local:
         yield Place(f"{n} ranks, one host", of_ranks(n, pinned), measured(n, [], args))
 
 
-def machine() -> dict[str, Any]:
+def machine(control: str) -> dict[str, Any]:
     """What is measured on."""
-    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    control = control or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cores, model = len(os.sched_getaffinity(0)), models[0].partition(": ")[2] if models else platform.machine()
     return {"model": model, "cores": cores, "kernel": platform.release(), "congestion control": control}
@@ -343,6 +356,8 @@ def main(words: Any = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="*", default=[2, 4, 8], help="numbers of namespaces")
     parser.add_argument("--rates", nargs="*", default=["100mbit", "400mbit"], help="of each one's link, in tc's words")
+    parser.add_argument("--burst", type=parse_size, default=32 << 10, help="of each link, in bytes (default 32K)")
+    parser.add_argument("--control", default="", help="TCP's congestion control, such as reno (default: the system's)")
     parser.add_argument("--local", type=int, nargs="*", default=[2, 4, 8], help="numbers of ranks in one host")
     parser.add_argument("--algos", nargs="*", default=["ring", "tree", "direct", "halving_doubling"])
     parser.add_argument("--sizes", type=spans, default="8,64K,1M,16M")
@@ -351,7 +366,7 @@ def main(words: Any = None) -> int:
     parser.add_argument("--again", type=Path, nargs="+", metavar="FILE", help="predict what was measured there")
     parser.add_argument("--markdown", action="store_true", help="tables of ratios besides")
     args = parser.parse_args(words)
-    on, found = machine(), list[Place]()
+    on, found = machine(args.control), list[Place]()
     if args.again:
         on, found = {}, [_place(one) for file in args.again for one in json.loads(file.read_text())["places"]]
     for key, value in on.items():

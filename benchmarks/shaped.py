@@ -16,13 +16,16 @@ FRAMES = 1448 / 1514  # of what tc counts, so much is data: a segment of TCP in 
 
 
 @contextmanager
-def shaped(hosts: int, rate: str, burst: str, second: str = "") -> Iterator[netns.Network]:
+def shaped(hosts: int, rate: str, burst: str, second: str = "", control: str = "") -> Iterator[netns.Network]:
     """So many namespaces; of their two networks the first, at `rate` in tc's words beyond a burst, each way, and the
-    other one at `second`, where that says one. SystemExit says why they cannot be made."""
+    other one at `second`, where that says one. `control`: TCP's congestion control there, if not the system's.
+    SystemExit says why they cannot be made."""
     net = netns.Network(hosts, rate)
     try:
         try:
             net.make()
+            if control:
+                net.set_control(control)
         except (OSError, subprocess.CalledProcessError) as error:
             why = (getattr(error, "stderr", None) or str(error)).strip()
             raise SystemExit(f"{hosts} hosts cannot be made here, so that nothing is measured: {why}") from error

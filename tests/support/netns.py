@@ -93,6 +93,11 @@ class Network:
         shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
         _within(self._switch, "tc", "qdisc", "replace", "dev", f"port{host}.{net}", *shape)
 
+    def set_control(self, name: str) -> None:
+        """TCP's congestion control of connections that are made from now on, on every host."""
+        for host in self.hosts:
+            _within(host, "sysctl", "-w", f"net.ipv4.tcp_congestion_control={name}")
+
     @contextmanager
     def delayed(self, seconds: float) -> Iterator[None]:
         """What goes to a host, and what comes from it, is held for so long."""
