@@ -347,7 +347,7 @@ constexpr Scenario kScenarios[] = {
 int Main(std::string_view prefix) {
   std::vector<Scenario> all(std::begin(kScenarios), std::end(kScenarios));
   for (const auto& more : {DyingScenarios(), RecoveryScenarios(), CauseScenarios(), IntegrityScenarios(),
-                           MendingScenarios(), WindowScenarios()})
+                           MendingScenarios(), WindowScenarios(), WindowEndScenarios()})
     all.insert(all.end(), more.begin(), more.end());
   return Play(all, prefix);
 }

@@ -157,7 +157,9 @@ DIRECT = "windows between hosts: by RDMA from and to the GPU's memory (direct)"
 
 @pytest.mark.parametrize(("vendors", "host"), [("na", -1), ("an", -1), ("na", 1)])
 def test_puts_and_gets_of_gpus_are_not_copied(pool: Pool, vendors: str, host: int) -> None:
-    assert direct(pool, vendors).run(windows, host, -1) == [DIRECT, "" if host == 1 else DIRECT]
+    told = direct(pool, vendors).run(windows, host, -1)
+    assert told[0] == DIRECT
+    assert host == 1 or told[1] == DIRECT
 
 
 def no_window(comm: hetcoll.Communicator) -> None:
