@@ -20,7 +20,7 @@ from gpu_kinds import run_on_own
 from gpus import GPUS, Launch, check, direct, sealed, told
 from ranks import RankError
 from reference import Case
-from suite_windows import FEW, PIECE, PIECES, moved
+from window_moves import FEW, PIECE, PIECES, moved
 
 import hetcoll
 from hetcoll.errors import CommunicationError, DeviceError, InitError
