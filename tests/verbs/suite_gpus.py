@@ -173,7 +173,7 @@ def test_windows_that_no_device_takes(launch: Launch) -> None:
         ranks.run(gpus.refuse, 1)
         if cross != "direct":
             own, others = ranks.run(windows, -1, 1)
-            why = "HETCOLL_CROSS is staged" if cross == "staged" else "2097152 bytes of "
+            why = "HETCOLL_CROSS is staged" if cross == "staged" else f"{4 * PIECE * PIECES} bytes of "
             assert others.startswith(f"windows between hosts: through pinned memory (staged; not direct: {why}"), others
             assert own == (DIRECT if cross == "auto" else others)
             continue
