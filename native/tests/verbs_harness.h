@@ -15,6 +15,7 @@ std::span<const Scenario> CauseScenarios();      // verbs_causes_test.cc
 std::span<const Scenario> IntegrityScenarios();  // verbs_integrity_test.cc
 std::span<const Scenario> MendingScenarios();    // verbs_mending_test.cc
 std::span<const Scenario> WindowScenarios();     // verbs_windows_test.cc
+std::span<const Scenario> WindowEndScenarios();  // verbs_windows_ends_test.cc
 
 inline std::uint64_t Counter(Engine& e, std::string_view name) {
   using List = std::vector<std::pair<std::string, std::uint64_t>>;

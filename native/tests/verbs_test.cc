@@ -1,8 +1,6 @@
 // The verbs transport over fake devices: striping, credits, and every way in which rails are known to die. Meant to be
 // run under ASan, UBSan and TSan as well. `hetcoll_verbs_test [NAME]` runs the scenarios whose names begin so.
 
-#include <sys/mman.h>
-
 #include <string_view>
 
 #include "verbs_harness.h"
@@ -213,68 +211,6 @@ void Direct() {
   }
 }
 
-// Memory of a device, as far as this process can tell: addresses at which nothing can be read, and which NICs know by
-// others. `seen` is what lies there.
-class Remote {
- public:
-  Remote(Job& job, int rank, int rails, Bytes& seen)
-      : engine_(job.engine(rank)), nbytes_(seen.size()), at_(mmap(nullptr, nbytes_, PROT_NONE, kFlags, -1, 0)) {
-    std::vector<RegionKey> keys;
-    for (int k = 0; k < rails; ++k) {
-      FakeNic& nic = job.fabric().nic(rank * rails + k);
-      mrs_.push_back(Fabric::Api().reg_mr(&nic.pd, seen.data(), seen.size(), 3));
-      keys.push_back({k, mrs_.back()->lkey, mrs_.back()->rkey});
-    }
-    engine_.RegisterMemory(reinterpret_cast<std::uintptr_t>(at_), nbytes_, keys,
-                           reinterpret_cast<std::uintptr_t>(seen.data()));
-  }
-  ~Remote() {
-    for (ibv::Mr* mr : mrs_) Fabric::Api().dereg_mr(mr);
-    munmap(at_, nbytes_);
-  }
-  Remote(const Remote&) = delete;
-  Remote& operator=(const Remote&) = delete;
-  void* at() const { return at_; }
-
- private:
-  static constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
-  Engine& engine_;
-  std::size_t nbytes_;
-  void* at_;
-  std::vector<ibv::Mr*> mrs_;
-};
-
-// What lies in memory of a device is sent from there by NICs alone: also again, on another rail; never over TCP.
-void DeviceMemory() {
-  constexpr std::size_t kBytes = 1 << 20;
-  for (const int failing : {0, 1, 2}) {
-    Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .ring_bytes = 256 << 10, .fabric = {.threaded = true}});
-    Settle(job);
-    Bytes source = Input(5, kBytes, DType::kUint8);
-    const Remote memory(job, 0, 2, source);
-    for (int n = 0; n < failing; ++n) job.fabric().Change(n, [](FakeNic& nic) { nic.fail_after = 1; });
-    job.Run([&](int rank, Engine& e) {
-      const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, kBytes);
-      Bytes buffer(kBytes);
-      void* data = rank == 0 ? memory.at() : buffer.data();
-      const Outcome outcome = RunToEnd(e, shape, data, data);
-      if (failing == 2) {
-        CHECK(outcome == Outcome::kFailed, "rank %d", rank);
-        if (rank == 0) {
-          CHECK(e.failure().text.find("memory of a device") != std::string::npos, "%s", e.failure().text.c_str());
-          e.Close();  // as its communicator does: the other rank hears of it
-        }
-        return;
-      }
-      CHECK(outcome == Outcome::kDone, "%s", e.failure().text.c_str());
-      CHECK(rank == 0 || buffer == source, "%d rails fail", failing);
-    });
-    if (failing == 2) continue;
-    CHECK(Counter(job.engine(0), "zero_copy_bytes") == kBytes, "all of it");
-    CHECK((Counter(job.engine(0), "resent") > 0) == (failing > 0), "%s", Links(job.engine(0)).c_str());
-  }
-}
-
 // A failed engine lets go of the users' memory before it says so.
 void Fencing() {
   for (const bool sends : {false, true}) {
@@ -337,9 +273,9 @@ void Handshake() {
 }
 
 constexpr Scenario kScenarios[] = {
-    {"connect", Connect},   {"overtaking", Overtaking}, {"depth", Depth},         {"shares", Shares},
-    {"skipping", Skipping}, {"rates", Rates},           {"zerocopy", ZeroCopy},   {"direct", Direct},
-    {"fencing", Fencing},   {"handshake", Handshake},   {"device", DeviceMemory}, {"lone", LoneFrames},
+    {"connect", Connect},   {"overtaking", Overtaking}, {"depth", Depth},       {"shares", Shares},
+    {"skipping", Skipping}, {"rates", Rates},           {"zerocopy", ZeroCopy}, {"direct", Direct},
+    {"fencing", Fencing},   {"handshake", Handshake},   {"lone", LoneFrames},
 };
 
 }  // namespace
@@ -347,7 +283,7 @@ constexpr Scenario kScenarios[] = {
 int Main(std::string_view prefix) {
   std::vector<Scenario> all(std::begin(kScenarios), std::end(kScenarios));
   for (const auto& more : {DyingScenarios(), RecoveryScenarios(), CauseScenarios(), IntegrityScenarios(),
-                           MendingScenarios(), WindowScenarios()})
+                           MendingScenarios(), WindowScenarios(), WindowEndScenarios()})
     all.insert(all.end(), more.begin(), more.end());
   return Play(all, prefix);
 }

@@ -14,7 +14,7 @@ from gpu_calls import device_of_rank
 from gpus import PROMPT, Launch, check, direct, sealed, told
 from ranks import Outcome, Ranks, wait_until
 from reference import Case
-from suite_windows import PIECE
+from window_moves import PIECE
 
 import hetcoll
 from hetcoll.gpu.array import DeviceArray

@@ -13,31 +13,18 @@ import pytest
 from cables import all_plugged, unplug, verbs
 from faults import PROMPT, Progress, in_the_middle
 from ranks import Ranks, elapsed, wait_until
+from window_moves import FEW, PIECE, PIECES, moved
 
 import hetcoll
 from hetcoll import ClosedError, PeerLostError
 
 Launch = Callable[..., Ranks]
-PIECE, PIECES = 4096, 64  # elements of float32
-FEW = 64 + 24 * PIECES + 128  # bytes of a request of so many pieces, and of its answers
-NAMES = ("direct_bytes", "zero_copy_bytes", "staged_bytes", "copied_bytes")
 
 
 @pytest.fixture(autouse=True)
 def _cables() -> Iterator[None]:
     yield
     all_plugged()
-
-
-def moved(comm: hetcoll.Communicator, act: Callable[[], Any]) -> list[int]:
-    """By how much the counters grew while both ranks had this, and until both were through."""
-    before = comm.counters()
-    comm.barrier()
-    if comm.rank == 0:
-        act()
-    comm.recv(np.zeros(1), 0) if comm.rank == 1 else comm.send(np.zeros(1), 1)
-    after = comm.counters()
-    return [after[name] - before[name] for name in NAMES]
 
 
 def move_everywhere(comm: hetcoll.Communicator, least: float) -> None:

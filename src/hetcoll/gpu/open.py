@@ -148,12 +148,12 @@ class Gpus:
 
     def lease(self, memory: Memory, buffer: Buffer) -> Lease:
         """See `runtime.executor.Gpus`."""
-        from .direct import why_not_direct
+        from .direct import ruled_out
 
         device = self.device_of(buffer)
         try:
             with device.active():
-                if reason := why_not_direct(self._wiring, device):
+                if reason := ruled_out(self._wiring):
                     raise RegistrationError(reason)
                 lease = memory.lease(buffer.ptr, buffer.nbytes, buffer.owner, device)
         except RegistrationError as error:
