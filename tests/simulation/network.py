@@ -136,7 +136,8 @@ class File:
             self.kernel.wake(self.queue)
         for selector, number in self.selectors.items():
             selector.moved[number] = None
-            self.kernel.wake(selector.queue)
+            if selector.queue:
+                self.kernel.wake(selector.queue)
 
     def events(self, wanted: int) -> int:
         """Those of `wanted` that a poll would tell of now."""
@@ -338,8 +339,8 @@ class File:
         now = self.kernel.now
         local = self.family == real.AF_UNIX or self.host is peer.host
         delay = 5e-6 if local else self.network.delay()
-        self._due = max(self._due, now + delay)
-        self.kernel.after(self._due - now, lambda: self._arrive(what, data))
+        due = self._due = max(self._due, now + delay)
+        self.kernel.after(due - now, self._arrive, what, data)
 
     def _arrive(self, what: str, data: bytes) -> None:
         peer = self.peer
