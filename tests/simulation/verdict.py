@@ -13,6 +13,9 @@ from .rank import TIMEOUT, History
 
 _FOUND = 6.0  # seconds in which ranks find out that one calls something else
 _LATE = TIMEOUT + 3.0  # in which a call that one does not come to fails
+_LATE_ENDS = "processes found each other where", "did not answer in"
+"""How parts of a job with relays may end, where some notice long before others that a network is cut: two successors
+may wait for more than half at a time, or one may for so long that a call's own time is over."""
 _KINDS = {"mismatch": "CollectiveMismatchError", "late": "CollectiveTimeoutError"}
 _PROMPT = {"calm", "reset", "leave", "mismatch", "late"}
 """Where the store always answers within the seconds that a verdict waits for it."""
@@ -94,8 +97,13 @@ def _ends(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str
     for name in _must(job, history, gone):
         end = history.ends.get(name, "not at all")
         orphaned = end.startswith("PeerLostError") and history.ended[name] < max(gone.values(), default=0.0) + _ORPHANED
-        if end not in ("", "left") and not (orphaned and _leaderless(gone)):
-            yield f"{name} ended: {end}"
+        if (
+            end in ("", "left")
+            or (orphaned and _leaderless(gone))
+            or (job.few and any(each in end for each in _LATE_ENDS))
+        ):
+            continue
+        yield f"{name} ended: {end}"
 
 
 def _leaderless(gone: Mapping[str, float]) -> bool:
