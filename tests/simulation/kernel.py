@@ -139,9 +139,9 @@ class Kernel:
         """Since the beginning."""
         return self.now - _EPOCH
 
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
+    def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Call `action`, which must not wait, so much later."""
-        heappush(self._events, (self.now + seconds, next(self._order), action, ()))
+        heappush(self._events, (self.now + seconds, next(self._order), action, arguments))
 
     def tell(self, process: Process | None, text: str) -> None:
         """For people."""
@@ -170,13 +170,18 @@ class Kernel:
             raise Killed
         for queue in queues:
             queue[task] = None
-        task.token += 1
+        task.token = token = task.token + 1
         task.waits = True
         task.late = False
         if seconds is not None:
             due = self.now + seconds if seconds > 0 else self.now
-            heappush(self._events, (due, next(self._order), self._expire, (task, task.token)))
-        self._hand_on(task)
+            heappush(self._events, (due, next(self._order), self._expire, (task, token)))
+        following = self._pick()
+        if following is not task:
+            self._pass_to(following)
+            task.baton.acquire()
+        if task.process.dead:
+            raise Killed
         for queue in queues:
             queue.pop(task, None)
         return not task.late
@@ -194,9 +199,9 @@ class Kernel:
             self.ready.append(task)
 
     def _expire(self, task: Task, token: int) -> None:
-        if task.waits and task.token == token:
-            task.late = True
-            self.make_ready(task)
+        if task.waits and task.token == token and not task.done:
+            task.late, task.waits = True, False
+            self.ready.append(task)
 
     # The baton.
 
@@ -236,10 +241,11 @@ class Kernel:
                 task = ready.pop()
                 if count > 1 and (index := int(self._draw() * count)) < count - 1:
                     task, ready[index] = ready[index], task
-                if not task.process.frozen:
-                    self.digest = (self.digest * 31 + hash((task.process.pid, task.name, self.now))) & 0xFFFFFFFFFFFF
+                process = task.process
+                if not process.frozen:
+                    self.digest = (self.digest * 31 + hash((process.pid, task.name, self.now))) & 0xFFFFFFFFFFFF
                     return task
-                task.process.parked.append(task)
+                process.parked.append(task)
             if not events:
                 self.problems.append("nobody can ever run again")
                 return None

@@ -129,6 +129,8 @@ class File:
         self._due = 0.0  # when what was sent last comes
         self._held: list[tuple[str, bytes]] = []  # while the network is cut
         self._apart: float | None = None  # since when it is
+        self._again = 0  # packets under way that were held
+        self._behind: list[tuple[str, bytes]] = []  # what has to wait for these
 
     def changed(self) -> None:
         """Who waits looks again."""
@@ -136,7 +138,8 @@ class File:
             self.kernel.wake(self.queue)
         for selector, number in self.selectors.items():
             selector.moved[number] = None
-            self.kernel.wake(selector.queue)
+            if selector.queue:
+                self.kernel.wake(selector.queue)
 
     def events(self, wanted: int) -> int:
         """Those of `wanted` that a poll would tell of now."""
@@ -287,9 +290,6 @@ class File:
             raise _error(errno.ENOTCONN)
         return b"" if self._ended or self._deaf or self._broken else None
 
-    def accept(self) -> File | None:
-        return self.backlog.popleft() if self.backlog else None
-
     def shut(self, how: int) -> None:
         if self.state != "open":
             raise _error(errno.ENOTCONN)
@@ -330,18 +330,31 @@ class File:
 
     # Packets.
 
-    def _post(self, what: str, data: bytes = b"") -> None:
-        """Send to the other end, behind what is under way."""
+    def _post(self, what: str, data: bytes = b"", again: bool = False) -> None:
+        """Send to the other end, behind what is under way; perhaps `again`, what was held."""
         peer = self.peer
         if peer is None:
             return
         now = self.kernel.now
         local = self.family == real.AF_UNIX or self.host is peer.host
         delay = 5e-6 if local else self.network.delay()
-        self._due = max(self._due, now + delay)
-        self.kernel.after(self._due - now, lambda: self._arrive(what, data))
+        due = self._due = max(self._due, now + delay)
+        self._again += again
+        self.kernel.after(due - now, self._arrive, what, data, again)
 
-    def _arrive(self, what: str, data: bytes) -> None:
+    def _arrive(self, what: str, data: bytes, again: bool = False) -> None:
+        if again:
+            self._again -= 1
+        elif self._again:  # it was under way when the network was whole again, behind what was held until then
+            self._behind.append((what, data))
+            return
+        self._take(what, data)
+        if again and not self._again:
+            behind, self._behind = self._behind, []
+            for each in behind:
+                self._take(*each)
+
+    def _take(self, what: str, data: bytes) -> None:
         peer = self.peer
         assert peer is not None
         if self._held or not Network.reaches(self.host, peer.host):
@@ -387,7 +400,7 @@ class File:
             if what == "syn":
                 self._knock(self.network.host(self.remote[0]), *struct.unpack("<H", data))
             else:
-                self._post(what, data)
+                self._post(what, data, again=True)
 
     def _probe(self) -> None:
         peer = self.peer

@@ -66,8 +66,8 @@ class History:
     """When each first met all others."""
     again: dict[str, float] = field(default_factory=dict)
     """Newcomers that left, and came again, when; their goodbyes may be lost with a store."""
-    rolls: dict[tuple[Any, str], float] = field(default_factory=dict)
-    """When each was told who goes on, by group and what."""
+    times: dict[tuple[Any, str], float] = field(default_factory=dict)
+    """When each was told an answer, or that it failed."""
 
 
 class LeaveError(Exception):
@@ -231,13 +231,18 @@ class Rank:
 
     def _told(self, key: tuple[Any, ...], answer: Any) -> None:
         self.history.answers[self.group, *key][self.name] = answer
+        self.history.times[(self.group, *key), self.name] = World.kernel.seconds
+
+    def _failed(self, key: tuple[Any, ...], error: HetcollError) -> None:
+        self.history.failures[self.group, *key][self.name] = str(error)
+        self.history.times[(self.group, *key), self.name] = World.kernel.seconds
 
     def _meet(self, tag: bytes) -> None:
         key = "exchange", tag
         try:
             found = self.session.control.exchange(self.group, tag, self.name.encode(), PATIENCE)
         except HetcollError as error:
-            self.history.failures[self.group, *key][self.name] = str(error)
+            self._failed(key, error)
             raise
         self._told(key, tuple(found))
         self.history.met.setdefault(self.name, World.kernel.seconds)
@@ -305,7 +310,7 @@ class Rank:
         try:
             found = decisions.agree(self.session.control, self.group, self.agreements, flag, PATIENCE)
         except HetcollError as error:
-            self.history.failures[self.group, *key][self.name] = str(error)
+            self._failed(key, error)
             raise
         self._told(key, found)
         if found & ~flag:
@@ -336,7 +341,7 @@ class Rank:
         try:
             place = decisions.grow(self.session.control, self.group, self.growths, int(step.number), told, PATIENCE / 2)
         except HetcollError as error:
-            self.history.failures[self.group, *key][self.name] = str(error)
+            self._failed(key, error)
             raise
         self._told(key, (place.group, place.size, place.told))
         before, places = self.group, self.history.places
@@ -350,7 +355,6 @@ class Rank:
         while True:
             roll, ranks = decisions.shrink(self.session.control, self.group, PATIENCE)
             self._told(("shrink", roll), tuple(ranks))
-            self.history.rolls[(self.group, "shrink", roll), self.name] = World.kernel.seconds
             if self.rank not in ranks:
                 self.history.wrong.append(f"{self.name}, rank {self.rank}, goes on with {ranks}")
             before, name = self.group, self.group + b" shrink %d" % roll
@@ -360,7 +364,7 @@ class Rank:
                 old = self.group, self.rank, self.size, self.diagnosis, self.engine, self.agreements, self.growths
                 self._take_part(name, ranks.index(self.rank), len(ranks))
                 found = self.session.control.exchange(name, b"epoch", b"%d" % number, PATIENCE / 2)
-                self.history.answers[name, "exchange", b"epoch"][self.name] = tuple(found)
+                self._told(("exchange", b"epoch"), tuple(found))
             except (PeerLostError, InitError) as error:
                 World.kernel.tell(process(), f"tries again: {error}")
                 self.session.leave(name)

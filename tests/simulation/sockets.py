@@ -37,21 +37,21 @@ def _install(file: File) -> int:
 class socket:  # noqa: N801
     """As Python's, of a file of the process that runs now."""
 
-    __slots__ = ("_fd", "_timeout", "family", "type")
+    __slots__ = ("_fd", "_open", "_timeout", "family", "type")
 
     def __init__(self, family: int = AF_INET, type: int = real.SOCK_STREAM, proto: int = 0, fileno: int | None = None):
         World.kernel.call()
         if fileno is None:
             fileno = _install(File(network(), process().host, process(), family))
         self._fd, self._timeout = fileno, None
+        self._open: File | None = process().files[fileno]
         self.family, self.type = real.AddressFamily(self._file.family), real.SOCK_STREAM
 
     @property
     def _file(self) -> File:
-        file: File | None = World.kernel.current.process.files.get(self._fd)  # type: ignore[union-attr]
-        if file is None:
+        if self._open is None:
             raise OSError(errno.EBADF, "Bad file descriptor")
-        return file
+        return self._open
 
     def __enter__(self) -> Any:
         return self
@@ -65,11 +65,11 @@ class socket:  # noqa: N801
     def close(self) -> None:
         if self._fd >= 0:
             World.kernel.call()
-            number, self._fd = self._fd, -1
+            number, self._fd, self._open = self._fd, -1, None
             process().files.pop(number).close()
 
     def detach(self) -> int:
-        number, self._fd = self._fd, -1
+        number, self._fd, self._open = self._fd, -1, None
         return number
 
     def setblocking(self, blocks: bool) -> None:
@@ -123,7 +123,7 @@ class socket:  # noqa: N801
     def recv(self, size: int, flags: int = 0, /) -> bytes:
         World.kernel.call()
         file = self._file
-        if not file.readable:
+        if not file._came and not file.readable:
             self._await(lambda: file.readable)
         data = file.receive(size)
         if data is None:
@@ -262,20 +262,30 @@ class DefaultSelector(real_selectors._BaseSelectorImpl):  # type: ignore[name-de
         self.queue: Queue = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> Any:
-        key = super().register(fileobj, events, data)
-        file = process().files[key.fd]
+        number = fileobj.fileno()
+        if number in self._fd_to_key:
+            raise KeyError(f"{fileobj!r} is already registered")
+        key = self._fd_to_key[number] = real_selectors.SelectorKey(fileobj, number, events, data)
+        file = process().files[number]
         wanted = (POLLIN if events & EVENT_READ else 0) | (POLLOUT if events & EVENT_WRITE else 0)
-        self._files[key.fd] = next(self._order), file, wanted, key
-        file.selectors[self] = key.fd
-        self.moved[key.fd] = None
+        self._files[number] = next(self._order), file, wanted, key
+        file.selectors[self] = number
+        self.moved[number] = None
         return key
 
     def unregister(self, fileobj: Any) -> Any:
-        key = super().unregister(fileobj)
+        key = self._fd_to_key.pop(fileobj.fileno())
         del self._files[key.fd][1].selectors[self]
         del self._files[key.fd]
         self.moved.pop(key.fd, None)
         return key
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> Any:
+        self.unregister(fileobj)
+        return self.register(fileobj, events, data)
+
+    def get_key(self, fileobj: Any) -> Any:
+        return self._fd_to_key[fileobj.fileno()]
 
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
         kernel = World.kernel

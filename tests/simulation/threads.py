@@ -9,13 +9,13 @@ from .kernel import Queue, Task, World, process
 
 
 def monotonic() -> float:
+    """It grows with each call, as a real one does between two that matter."""
     kernel = World.kernel
     kernel.call()
     return kernel.now
 
 
 def monotonic_ns() -> int:
-    """It grows with each call, as a real one does between two that matter."""
     return int(monotonic() * 1e9)
 
 
@@ -44,7 +44,8 @@ class Lock:
 
     def release(self) -> None:
         self._held = False
-        World.kernel.wake(self._queue)
+        if self._queue:
+            World.kernel.wake(self._queue)
 
     def locked(self) -> bool:
         return self._held

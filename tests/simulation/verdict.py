@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from hetcoll.rendezvous.protocol.news import Lost
+from hetcoll.rendezvous.protocol.news import Lost, StoreLost
 from hetcoll.rendezvous.store.successors import MOST
 
 from .job import Job, address
@@ -12,6 +13,9 @@ from .rank import TIMEOUT, History
 
 _FOUND = 6.0  # seconds in which ranks find out that one calls something else
 _LATE = TIMEOUT + 3.0  # in which a call that one does not come to fails
+_LATE_ENDS = "processes found each other where", "did not answer in"
+"""How parts of a job with relays may end, where some notice long before others that a network is cut: two successors
+may wait for more than half at a time, or one may for so long that a call's own time is over."""
 _KINDS = {"mismatch": "CollectiveMismatchError", "late": "CollectiveTimeoutError"}
 _PROMPT = {"calm", "reset", "leave", "mismatch", "late"}
 """Where the store always answers within the seconds that a verdict waits for it."""
@@ -28,7 +32,7 @@ def judge(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
     """All that is wrong; `gone`: when which ranks were killed."""
     found = [*history.wrong]
     found += [f"{name} left open: {what}" for name, what in history.left_open.items()]
-    found += _one_answer(job, history)
+    found += _one_answer(job, history, gone)
     found += _ends(job, history, gone)
     found += _false_alarms(job, history, gone)
     found += _errors(job, history, gone)
@@ -37,8 +41,10 @@ def judge(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
     return found
 
 
-def _one_answer(job: Job, history: History) -> Iterator[str]:
-    """What all of a group are told alike is the same for all who go on; and none of these is told that it failed."""
+def _one_answer(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
+    """What all of a group are told alike is the same for all who go on; and none of these is told that it failed. But
+    who was stopped while others went on without it, and wakes when these are no more, cannot know that there were any.
+    """
     for key, everybody in history.answers.items():
         told = {name: each for name, each in everybody.items() if history.ends.get(name) == ""}
         if key[1] == "shrink" and job.kind in ("cut", "vanish") and not job.few:
@@ -47,18 +53,43 @@ def _one_answer(job: Job, history: History) -> Iterator[str]:
             told |= {
                 name: ranks
                 for name, ranks in everybody.items()
-                if history.ended.get(name, 1e9) > history.rolls[key, name] + _NOTICED
+                if history.ended.get(name, 1e9) > history.times[key, name] + _NOTICED
                 and not all(set(each) <= set(ranks) for each in told.values())
             }
         if key[1] == "verdict" and job.kind not in _PROMPT:
             continue
-        if len(set(told.values())) > 1:
+        if len(set(told.values())) > 1 and not _one_after_another(job, history, key, told, gone):
             yield f"different answers to {key}: {told}"
         for name, error in history.failures.get(key, {}).items():
             if "did not answer" in error and job.kind in ("cut", "storm", "stop"):
                 continue  # it was not told
             if history.ends.get(name) == "" and told:
+                if _one_after_another(job, history, key, {**told, name: error}, gone):
+                    continue
                 yield f"{key} failed for {name} ({error}), and had an answer for {sorted(told)}"
+
+
+def _one_after_another(
+    job: Job, history: History, key: tuple[Any, ...], told: Mapping[str, Any], gone: Mapping[str, float]
+) -> bool:
+    """Whether some were stopped, and nobody was left of those that were told one answer when others were told another:
+    they had died, ended, or heard that there is no store any more."""
+    if all(fault.what != "freeze" for fault in job.faults):
+        return False
+    parts: dict[Any, list[str]] = {}
+    for name in sorted(told, key=lambda name: history.times[key, name]):
+        parts.setdefault(told[name], []).append(name)
+    over = 0.0
+    for names in parts.values():
+        if history.times[key, names[0]] < over:
+            return False
+        over = max(over, *(_over(history, name, gone) for name in names))
+    return True
+
+
+def _over(history: History, name: str, gone: Mapping[str, float]) -> float:
+    lost = [when for when, _, event in history.news[name] if isinstance(event, StoreLost)]
+    return min([*lost, gone.get(name, 1e9), history.ended.get(name, 1e9)])
 
 
 def _ends(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
@@ -66,8 +97,13 @@ def _ends(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str
     for name in _must(job, history, gone):
         end = history.ends.get(name, "not at all")
         orphaned = end.startswith("PeerLostError") and history.ended[name] < max(gone.values(), default=0.0) + _ORPHANED
-        if end not in ("", "left") and not (orphaned and _leaderless(gone)):
-            yield f"{name} ended: {end}"
+        if (
+            end in ("", "left")
+            or (orphaned and _leaderless(gone))
+            or (job.few and any(each in end for each in _LATE_ENDS))
+        ):
+            continue
+        yield f"{name} ended: {end}"
 
 
 def _leaderless(gone: Mapping[str, float]) -> bool:

@@ -67,6 +67,7 @@ class ControlClient:
         self._lock = threading.Lock()  # of the tables and _end
         self._end: StoreLost | None = None
         self._closing = self._forked = False
+        self._words: tuple[bytes, ...] = ()  # when it closed
         deadline = time.monotonic() + timeout
         self._size = size
         self._relay: Relay | None = None
@@ -225,6 +226,7 @@ class ControlClient:
             return
         with self._lock:
             first, self._closing, self._uplink.closing = not self._closing, True, True
+            self._words = words
             relay = self._relay
         if relay is not None:
             relay.retire()
@@ -378,6 +380,8 @@ class ControlClient:
             self._relay = None  # it ends with the way to the store that it had
             try:
                 self._uplink.move(home, pack((*mine, pasts)), max(deadline, time.monotonic() + GRACE))
+                if self._closing:  # perhaps the goodbye went to the lost one
+                    self._uplink.send(Op.BYE, pack(self._words), 0, _GOODBYE_SECONDS)
                 return True
             except (OSError, HetcollError) as error:
                 end = _lost(error)

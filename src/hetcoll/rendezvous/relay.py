@@ -2,8 +2,8 @@
 
 It keeps no state of the job, only connections: up to the store or another relay, and down to its children, which are
 members and relays. When its own way up changes, it tells its children (RESYNC), which find out what was lost, and the
-store which children it has. Each child hears of it now and then (BEAT), so that a relay whose process is stopped is
-left.
+store which children it has. Each child, and the store, hears of it now and then (BEAT), so that a relay whose process
+is stopped is left.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class Relay:
         now = time.monotonic()
         if now >= self._beaten + BEAT:
             self._beaten = now
-            for child in self._children.values():
-                child.send(Op.BEAT, b"")
+            for each in (*self._children.values(), *([] if self._up is None else [self._up])):
+                each.send(Op.BEAT, b"")
             self._part_with_vanished()
         self._flush_all()
         silence = self._heard + uplink.SILENCE - time.monotonic() if self._behind else None

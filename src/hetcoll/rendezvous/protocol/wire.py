@@ -71,7 +71,7 @@ class Op(IntEnum):
     CUT = 75  # to who has said goodbye: that has come, and the connection is closed
     RESYNC = 76  # from a relay: the way to the store has changed
     SYNCED = 77  # how many frames of this member came, u64
-    BEAT = 78  # from a relay, now and then: it is there
+    BEAT = 78  # from a relay, now and then, both ways: it is there
     STAND = 79  # this process is to be a successor: the context of its greeting, 1 where it hands out the unique id,
     # seconds to wait at exit
     SUCCESSORS = 80  # how many of the job's processes the store is not in, where each successor listens; nothing: as

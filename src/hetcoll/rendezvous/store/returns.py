@@ -304,7 +304,7 @@ class Returns:
         if group is None or frame.op not in JOINT:
             return False
         last: Answered | None = group.answered.get((frame.op, frame.fields[1]))
-        if last is None or group.name not in member.ranks:
+        if last is None or member.ranks.get(group.name) in (None, *group.late):
             return False
         body = last.body
         if frame.op == Op.GROW and last.status == Status.OK:

@@ -23,7 +23,7 @@ from ..protocol.routes import Entry as Way
 from ..protocol.routes import Route, unpack_up
 from ..protocol.streams import Stream
 from ..protocol.wire import U32, U64, Frame, Op, Status, pack, read_count
-from ..uplink import ABSENCE, RELAY_SECONDS, RETURN, Entry, Kind, pack_places
+from ..uplink import ABSENCE, RELAY_SECONDS, RETURN, SILENCE, Entry, Kind, pack_places
 from .groups import Groups
 
 log = logging.getLogger("hetcoll.tree")
@@ -34,6 +34,7 @@ _TRIES = 3  # relays that somebody cannot reach until the store takes it itself
 MAX_WAITING = 48  # who wait at the store for a relay; more are to come again
 _GRANTED = 10.0  # seconds that a place is kept for who was sent there
 _PATIENCE = 1.0  # seconds that some wait until another relay is asked for
+_LOOKS_EVERY = 1.0  # seconds: for relays that say nothing
 
 assert _TRIES * RELAY_SECONDS < RETURN, "who lost its relay, and is sent to others that are stopped, is lost"
 
@@ -51,6 +52,7 @@ class Node:
         self.children: dict[int, Node] = {}
         self.granted: list[tuple[float, Kind]] = []  # until when places are kept, and for whom
         self.asked = False  # to be a relay as well
+        self.heard = 0.0  # of a relay: when
 
     def way(self) -> tuple[Connection, Route] | None:
         """The connection that leads here, and the route from there on; None where there is no way now."""
@@ -113,7 +115,7 @@ class Tree:
         self._missing: dict[bytes, float] = {}  # until when members, or children of lost relays, may come back
         self._asked = 0
         self._own = dict.fromkeys(Kind, 0)  # how many are connected to the store itself
-        self._recruit_at = 0.0
+        self._recruit_at = self._looked = 0.0
 
     @property
     def keeps(self) -> bool:
@@ -129,6 +131,9 @@ class Tree:
                 self._give_up(self._nodes[token])
             else:
                 waits.append(until - now)
+        if self._relays:
+            self._leave_silent(now)
+            waits.append(_LOOKS_EVERY)
         if self._waiting:
             if now >= self._recruit_at:
                 self._recruit_at = now + _PATIENCE
@@ -136,6 +141,15 @@ class Tree:
                 self._serve_waiting()
             waits.append(self._recruit_at - now)
         return min(waits, default=None)
+
+    def _leave_silent(self, now: float) -> None:
+        """Relays that are stopped, as those behind them do, who count as elsewhere until they are back."""
+        late, self._looked = now > self._looked + 2 * _LOOKS_EVERY, now  # what they said may be unread
+        for relay in self._relays:
+            if late:
+                relay.heard = now
+            elif now > relay.heard + SILENCE and relay.way() is not None:
+                self._lose(relay, f"a relay said nothing for {SILENCE:g} s")
 
     # Frames.
 
@@ -179,6 +193,8 @@ class Tree:
             node.sync(read_count(frame.body), Op.SYNCED)
         elif frame.op == Op.ACK:
             node.stream.acknowledge(read_count(frame.body))
+        elif frame.op == Op.BEAT:
+            node.heard = time.monotonic()
         elif node.entry.kind is Kind.RELAY and frame.op == Op.CHILDREN:
             kept = {number for (number,) in U32.iter_unpack(frame.body)}
             for child in [each for number, each in node.children.items() if number not in kept]:
@@ -257,6 +273,8 @@ class Tree:
         if parent is not None:
             parent.children[number] = node
         if entry.kind is Kind.RELAY:
+            for each in self._relays:  # there may be some behind it
+                each.heard = time.monotonic()
             node.emit(Op.WELCOME, U64.pack(0))
             self._serve_waiting()
             return
