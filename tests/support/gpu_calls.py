@@ -119,7 +119,7 @@ def exchange(comm: hetcoll.Communicator) -> None:
     """Rings of messages, both ways at once and in groups, to oneself as well."""
     device, size, rank = device_of_rank(comm.rank), comm.size, comm.rank
     right, left = (rank + 1) % size, (rank - 1) % size
-    for count in (1, 7_000_003):
+    for count in (1, 3_300_003):  # more than the slots of two ranks of a host hold
         mine = DeviceArray.of(device, np.arange(count, dtype=np.int32) + rank)
         got, other = (DeviceArray(device, count, "int32") for _ in range(2))
         comm.sendrecv(mine.buffer(), right, got.buffer(), left).wait(60)

@@ -334,8 +334,8 @@ class Resources:
     @classmethod
     def now(cls) -> Resources:
         gc.collect()
-        # /proc/self/task is not looked into: what the kernel remembers of each thread there is taken away when the thread
-        # ends, and for so long the process that waits for this one spins.
+        # /proc/self/task is not looked into: what the kernel remembers of each thread there is taken away when the
+        # thread ends, and for so long the process that waits for this one spins.
         status = Path("/proc/self/status").read_text()
         threads = int(status.partition("\nThreads:")[2].split(maxsplit=1)[0])
         descriptors: Counter[str] = Counter()

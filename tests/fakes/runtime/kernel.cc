@@ -36,6 +36,10 @@ thread_local Workers spare;  // of kernels that this queue ran before
 struct Range {
   std::uintptr_t begin = 0;
   std::size_t size = 0;
+
+  bool holds(std::uintptr_t address, std::size_t nbytes) const {
+    return address - begin < size && nbytes <= begin + size - address;
+  }
 };
 
 class BlockRun {
@@ -78,6 +82,8 @@ class BlockRun {
   bool release_warps();
   void allow(std::uintptr_t address, std::size_t nbytes);
   bool own_data(std::uintptr_t address, std::size_t nbytes);
+  void forget();
+  void look_up(std::uintptr_t address, std::size_t nbytes, bool write);
 
   Execution& execution_;
   const Function& function_;
@@ -100,6 +106,7 @@ class BlockRun {
   Fiber scheduler_;
   static constexpr unsigned kKnown = 8;
   Range known_[kKnown];
+  const Range* last_ = known_;  // of these, which held what was looked for
   unsigned next_known_ = 0;
   std::uint64_t epoch_ = 0;
   unsigned loads_ = 0;
@@ -292,19 +299,31 @@ bool BlockRun::own_data(std::uintptr_t address, std::size_t nbytes) {
   return search.found.size != 0;
 }
 
+// Before every load and store: what is not known yet is looked up elsewhere, for this to be short.
 void BlockRun::access(std::uintptr_t address, std::size_t nbytes, bool write) {
   loads_ = write ? 0 : loads_ + 1;
   if (loads_ > kLoadsInARow) spin();
-  if (epoch_ != Memory::instance().epoch()) {
-    epoch_ = Memory::instance().epoch();
-    for (Range& range : known_) range = {};
-  }
+  if (epoch_ != Memory::epoch()) forget();
+  if (last_->holds(address, nbytes) || current_->fiber.holds(address)) return;
   for (const Range& range : known_) {
-    if (address - range.begin < range.size && nbytes <= range.begin + range.size - address) return;
+    if (!range.holds(address, nbytes)) continue;
+    last_ = &range;
+    return;
   }
-  auto shared = reinterpret_cast<std::uintptr_t>(shared_.data());
-  if (address - shared < shared_.size() && nbytes <= shared + shared_.size() - address) return;
-  if (current_->fiber.holds(address)) return;
+  look_up(address, nbytes, write);
+}
+
+void BlockRun::forget() {
+  epoch_ = Memory::epoch();
+  for (Range& range : known_) range = {};
+}
+
+[[gnu::noinline]] void BlockRun::look_up(std::uintptr_t address, std::size_t nbytes, bool write) {
+  Range shared{reinterpret_cast<std::uintptr_t>(shared_.data()), shared_.size()};
+  if (shared.holds(address, nbytes)) {
+    allow(shared.begin, shared.size);
+    return;
+  }
   if (reaches(execution_.device(), address, nbytes)) {
     Block block = Memory::instance().find(address);
     allow(block.base, block.size);

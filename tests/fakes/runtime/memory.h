@@ -72,7 +72,7 @@ class Memory {
   void transfer(std::uintptr_t destination, std::uintptr_t source, std::size_t size);
 
   // Grows whenever a block goes, so that whoever remembers one knows to look again.
-  std::uint64_t epoch() const { return epoch_.load(std::memory_order_acquire); }
+  static std::uint64_t epoch() { return epoch_.load(std::memory_order_acquire); }
 
  private:
   const Block* holder(std::uintptr_t address) const;
@@ -82,7 +82,7 @@ class Memory {
   std::map<std::uintptr_t, Block> blocks_;
   std::map<int, std::size_t> used_;
   std::uint64_t next_id_ = 1;
-  std::atomic<std::uint64_t> epoch_{0};
+  static inline std::atomic<std::uint64_t> epoch_{0};
 };
 
 }  // namespace fake

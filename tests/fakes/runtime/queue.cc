@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <time.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <thread>
@@ -32,14 +33,16 @@ bool Completion::wait_for(double seconds) {
   return ended_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return done(); });
 }
 
-Execution::Pause::Pause(const Execution& execution) : execution_(execution), deadline_(now() + settings().timeout) {}
+Execution::Pause::Pause(const Execution& execution) : execution_(execution), begin_(now()) {}
 
 Error Execution::Pause::rest() {
   if (int fault = execution_.device_.fault.load(std::memory_order_acquire)) return static_cast<Error>(fault);
-  // Who yields on a busy machine runs again last of all; who slept runs next.
-  timespec nap{0, ++rests_ < 256 ? 20'000 : 100'000};
+  // Who yields on a busy machine runs again last of all; who slept runs next. Who has waited long is late by a
+  // sixteenth of that at most.
+  double waited = now() - begin_;
+  timespec nap{0, static_cast<long>(1e9 * std::clamp(waited / 16, 20e-6, 2e-3))};
   nanosleep(&nap, nullptr);
-  return now() > deadline_ ? kLaunchTimeout : kOk;
+  return waited > settings().timeout ? kLaunchTimeout : kOk;
 }
 
 void Execution::report(const char* what) const {

@@ -60,8 +60,7 @@ class Execution {
 
    private:
     const Execution& execution_;
-    double deadline_;
-    unsigned rests_ = 0;
+    double begin_;
   };
 
  private:
