@@ -87,6 +87,11 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
     return [_pipelined(plan, tuple(cuts), units, starts[plan.island], shared) for plan in plans]
 
 
+def keeps_steps(plan: Plan, cuts: Sequence[int], most: int | None = None) -> bool:
+    """Whether its pieces are the very same steps, in other units: one piece of a whole buffer, which fits a message."""
+    return plan.collective in WHOLE and len(cuts) == 2 and cuts[1] <= (most or cuts[1])
+
+
 def longest_message(plans: Sequence[Plan]) -> int:
     """Units of the longest message, of which shares go one by one."""
     spans = [step.src or step.dst for plan in plans for step in plan.steps if step.peer >= 0]
@@ -117,7 +122,7 @@ def _pipelined(plan: Plan, cuts: tuple[int, ...], most: int, starts: list[bool],
     n = cuts[-1]
     steps: list[Step] = []
     pieces: dict[int, list[list[list[int]]]] = {}  # of each old step, of each piece, of each share: its new steps
-    for together in _batches(plan, starts):
+    for together in _batches(plan, starts) if len(cuts) > 2 else ([i] for i in range(len(plan.steps))):
         pieces.update((old, []) for old in together)
         for k, (begin, end) in enumerate(pairwise(cuts)):
             for old in together:
