@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
 
+import numpy as np
+
 from ..errors import ArgumentError
 from ..types import WHOLE, Collective
 from .ir import Op, Plan, Span, Step
@@ -94,8 +96,11 @@ def keeps_steps(plan: Plan, cuts: Sequence[int], most: int | None = None) -> boo
 
 def longest_message(plans: Sequence[Plan]) -> int:
     """Units of the longest message, of which shares go one by one."""
-    spans = [step.src or step.dst for plan in plans for step in plan.steps if step.peer >= 0]
-    return min(share_units(plans[0]), max((span.count for span in spans if span is not None), default=1))
+    longest = 0
+    for columns in (plan.columns for plan in plans):
+        counts = np.where(columns.src[0] < 0, columns.dst[2], columns.src[2])[columns.peer >= 0]
+        longest = max(longest, int(counts.max(initial=0)))
+    return min(share_units(plans[0]), longest or 1)
 
 
 def _starts(plans: Sequence[Plan], island: tuple[int, ...]) -> list[bool]:

@@ -141,7 +141,7 @@ class Spans:
     """A span for each of several steps: an array has one for each, a number is that of all."""
 
     buf: Buf | Ints
-    start: Numbers | int
+    start: Numbers
     count: Numbers | int = 1
 
 
