@@ -35,9 +35,8 @@ from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Plan
-from hetcoll.plan.order import drawn_by, enqueue_order, levels
+from hetcoll.plan.order import drawn_by, ordered
 from hetcoll.plan.pieces import SLOTS, Lengths, cut, slot_bytes
-from hetcoll.plan.pipeline import pipelined
 from hetcoll.plan.simulator import prove
 from hetcoll.plan.symmetry import symmetry_of
 from hetcoll.types import ROOTED, WHOLE, Collective, DType
@@ -114,10 +113,8 @@ def order(collective: Collective, name: str, islands: Sequence[int], nbytes: int
     base = [entry.build(size, rank, hosts=hosts) for rank in symmetry.standing]
     share = nbytes if collective in WHOLE else -(-nbytes // size)
     made = cut(nbytes, share, slot_bytes(size, max(islands), far=True), Lengths.of(base))
-    plans = pipelined(base, made.at, made.most)
-    enqueue_order(plans, SLOTS, symmetry)
-    levels(plans, SLOTS, SLOTS, symmetry)
-    seconds, steps = time.process_time() - start, len(plans[symmetry.standing.index(size // 2)].steps)
+    steps = len(ordered(base, symmetry, size // 2, made, SLOTS, SLOTS).order)
+    seconds = time.process_time() - start
     sizes = "+".join(map(str, islands))
     return f"| {name} | {sizes} | {nbytes} | {steps} | {len(base)} | {seconds:.2f} | {peak_mb():.0f} |"
 

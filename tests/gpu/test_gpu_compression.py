@@ -19,7 +19,7 @@ from thorough import parametrize
 from hetcoll.plan.algorithms import Hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Plan
-from hetcoll.plan.order import enqueue_order
+from hetcoll.plan.order import Waits
 from hetcoll.plan.pipeline import pipelined
 from hetcoll.plan.simulator import check, serialisable
 from hetcoll.types import Collective, DType, Format
@@ -127,7 +127,7 @@ def test_plans_are_proved(kind: Collective, islands: Hosts) -> None:
                 check(plans, scale=scale, inplace=inplace, credits=1)
             pieces = pipelined(plans, (0, 1, 3))
             check(pieces, scale=scale, credits=1)
-            serialisable(pieces, enqueue_order(pieces, 2), 2)
+            serialisable(pieces, Waits(pieces, 2).orders(), 2)
 
 
 @pytest.mark.parametrize("islands", ISLAND_SHAPES[:3], ids=str)

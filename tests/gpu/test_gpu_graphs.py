@@ -462,18 +462,15 @@ def test_ranks_that_capture_different_calls(fresh: Any, eager: bool) -> None:
 @pytest.mark.parametrize("lag", [1, 3])
 def test_levels_rise_with_what_waits(lag: int) -> None:
     from hetcoll.plan.algorithms import find
-    from hetcoll.plan.order import _waits, levels
+    from hetcoll.plan.order import Waits
     from hetcoll.plan.pipeline import pipelined, ramp
-    from hetcoll.plan.symmetry import everyone
     from hetcoll.types import Collective
 
     for size, length, slots in itertools.product((2, 3), (1, 9), (2, 3)):
         base = [find(Collective.ALLREDUCE, "direct").build(size, r) for r in range(size)]
         plans = pipelined(base, ramp(length, 4))
-        found = levels(plans, slots, lag)
-        numbers, before = _waits(plans, slots, everyone(size))
-        level = {number: found[r][i] for r, row in enumerate(numbers) for i, number in enumerate(row)}
-        rank = {number: r for r, row in enumerate(numbers) for number in row}
-        for number, waits in enumerate(before):
-            for earlier, _ in waits:
-                assert level[earlier] + (1 if rank[earlier] == rank[number] else lag) <= level[number]
+        waits = Waits(plans, slots)
+        found = [(r, level) for r, row in enumerate(waits.levels(lag)) for level in row]
+        for earlier, later, _ in zip(*waits.pairs, strict=True):
+            (a, low), (b, high) = found[earlier], found[later]
+            assert low + (1 if a == b else lag) <= high

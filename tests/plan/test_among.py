@@ -20,7 +20,7 @@ from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Op, Plan
-from hetcoll.plan.order import drawn_by, enqueue_order, levels
+from hetcoll.plan.order import Waits, drawn_by
 from hetcoll.plan.pipeline import pipelined, ramp
 from hetcoll.plan.simulator import check, serialisable
 from hetcoll.plan.topology import RankInfo, Topology
@@ -42,7 +42,7 @@ def build(entry: Algorithm, islands: Hosts, *, root: int = 0, scale: bool = Fals
 
 def prove(plans: list[Plan], *, inplace: bool, scale: bool, credits: int) -> None:
     check(plans, inplace=inplace, scale=scale)
-    serialisable(plans, enqueue_order(plans, credits), credits)
+    serialisable(plans, Waits(plans, credits).orders(), credits)
 
 
 @parametrize("entry", ALL, first=7)
@@ -158,15 +158,17 @@ def test_ranks_that_fare_alike_have_the_levels_of_all() -> None:
         n = sum(map(len, islands))
         for cuts, most in (((0, 1), None), ((0, 1, 4, 5), 2)):
             plans = pipelined([entry.build(n, r, hosts=islands) for r in range(n)], cuts, most)
-            whole, order = levels(plans, 3, 3), enqueue_order(plans, 3)
+            waits = Waits(plans, 3)
+            whole, order = waits.levels(3), waits.orders()
             for rank in (0, n - 1):
                 for turns in (True, False):
                     symmetry = drawn_by(rank, islands, turns=turns, rooted=False)
                     few = pipelined([entry.build(n, r, hosts=islands) for r in symmetry.standing], cuts, most)
                     mine = symmetry.standing.index(rank)
                     assert few[mine] == plans[rank]
-                    assert levels(few, 3, 3, symmetry)[mine] == whole[rank]
-                    assert enqueue_order(few, 3, symmetry)[mine] == order[rank]
+                    waits = Waits(few, 3, symmetry)
+                    assert waits.levels(3)[mine] == whole[rank]
+                    assert waits.orders()[mine] == order[rank]
                     seen += len(symmetry.standing) == 1
     assert seen > 50
 
@@ -186,7 +188,7 @@ def test_a_part_of_islands_whose_sizes_have_a_common_divisor_has_the_levels_of_a
     symmetry = drawn_by(rank, islands, turns=entry.turns, rooted=False)
     assert len(symmetry.standing) <= sum(k // parts for k in sizes)
     few, mine = [plans[r] for r in symmetry.standing], symmetry.standing.index(rank)
-    assert levels(few, 3, 3, symmetry)[mine] == levels(plans, 3, 3)[rank]
+    assert Waits(few, 3, symmetry).levels(3)[mine] == Waits(plans, 3).levels(3)[rank]
 
 
 def test_whose_plans_a_rank_draws() -> None:

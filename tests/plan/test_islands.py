@@ -17,7 +17,7 @@ from topologies import side_by_side
 from hetcoll.plan.algorithms import Algorithm, Hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Buf, Local, Op, Plan, Span, Step
-from hetcoll.plan.order import enqueue_order
+from hetcoll.plan.order import Waits
 from hetcoll.plan.pipeline import pipelined, ramp
 from hetcoll.plan.simulator import PlanError, check, predict, serialisable
 from hetcoll.plan.topology import RankInfo, Topology
@@ -77,7 +77,7 @@ def test_plans_are_proved_for_islands_of_any_sizes(a: Algorithm) -> None:
                 check(plans, inplace=inplace, scale=scale)
             for credits in (1, 3):
                 check(plans, credits=credits, inplace=True, scale=scale)
-                serialisable(plans, enqueue_order(plans, credits), credits)
+                serialisable(plans, Waits(plans, credits).orders(), credits)
 
 
 @pytest.mark.parametrize("a", ALL)
@@ -95,7 +95,7 @@ def test_their_pieces_are_proved(a: Algorithm) -> None:
         scale = a.collective in REDUCING
         plans = pipelined(build(a, islands, root=n // 2 if a.collective in ROOTED else 0, scale=scale), (0, 1, 3))
         check(plans, inplace=n % 2 == 0, scale=scale)
-        serialisable(plans, enqueue_order(plans, 2), 2)
+        serialisable(plans, Waits(plans, 2).orders(), 2)
 
 
 @st.composite
@@ -122,7 +122,7 @@ def test_any_islands_are_proved(data: st.DataObject) -> None:
         plans = pipelined(plans, ramp(data.draw(st.integers(1, 5)), 2))
     check(plans, inplace=data.draw(st.booleans()), scale=scale)
     credits = data.draw(st.integers(1, 3))
-    serialisable(plans, enqueue_order(plans, credits), credits)
+    serialisable(plans, Waits(plans, credits).orders(), credits)
 
 
 @given(st.data())
@@ -300,7 +300,7 @@ def test_members_that_come_in_another_order_never_meet() -> None:
     with pytest.raises(PlanError, match="deadlock with 4 slots"):
         check(plans, credits=4)
     with pytest.raises(PlanError, match="deadlock with 4 slots of one message each"):
-        enqueue_order(plans, 4)
+        Waits(plans, 4).orders()
 
 
 def test_orders_in_which_members_never_meet_are_caught() -> None:
@@ -316,7 +316,7 @@ def test_orders_in_which_members_never_meet_are_caught() -> None:
         Plan(Collective.ALLREDUCE, "x", 2, r, 1, 1, row, scratch_copies=1, islands=islands)
         for r, row in enumerate(rows)
     ]
-    order = enqueue_order(plans, 1)
+    order = Waits(plans, 1).orders()
     assert order == ((1, 0), (0, 1))
     serialisable(plans, order, 1)
     with pytest.raises(PlanError, match="one step after another, with 1 slots, does not complete"):

@@ -16,7 +16,7 @@ from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, find, p2p
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Op, Plan, cut, offsets
-from hetcoll.plan.order import enqueue_order
+from hetcoll.plan.order import Waits
 from hetcoll.plan.pieces import Lengths, parts
 from hetcoll.plan.pipeline import pipelined, ramp, share_units
 from hetcoll.plan.simulator import PlanError, check, serialisable
@@ -93,7 +93,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ArgumentError, match="a piece of 100 bytes does not hold 1 units of 128 bytes"):
         parts(Lengths.of(plans), 1 << 20, 100, 128)
     with pytest.raises(ArgumentError, match="wanted at least one slot, got 0"):
-        enqueue_order(plans, 0)
+        Waits(plans, 0).orders()
 
 
 # ----------------------------------------------------------------------------------------------------------- pieces
@@ -168,7 +168,7 @@ def test_pieces_of_islands_are_proved(islands: tuple[tuple[int, ...], ...]) -> N
         for cuts, most in ((ramp(9, 2), None), (ramp(12, 4), 1), (ramp(12, 4), 2)):
             pieces = pipelined(plans, cuts, most)
             check(pieces)
-            serialisable(pieces, enqueue_order(pieces, 3), 3)
+            serialisable(pieces, Waits(pieces, 3).orders(), 3)
 
 
 def test_pieces_of_shares_are_cut_from_each_share() -> None:
@@ -211,20 +211,20 @@ def test_orders_of_every_shipped_plan_can_run_one_after_another(algorithm: Algor
         whole = build(algorithm, n)
         for plans in (whole, pipelined(whole, ramp(9, 2)), pipelined(whole, ramp(9, 4), 2)):
             for credits in (1, 2, 4):
-                serialisable(plans, enqueue_order(plans, credits), credits)
+                serialisable(plans, Waits(plans, credits).orders(), credits)
 
 
 def test_the_order_interleaves_the_lanes() -> None:
     """Two ranks, four pieces: every rank sends a piece before it waits for one, and uses what came at once."""
     plans = pipelined(build(find(Collective.ALLREDUCE, "direct"), 2), (0, 1, 2, 3, 4))
-    order = enqueue_order(plans, 4)[0]
+    order = Waits(plans, 4).orders()[0]
     words = [f"{plans[0].steps[i].lane}{'abcd'[i % 4]}" for i in order]
     assert " ".join(words) == "0a 0b 1a 0c 2a 1b 0d 2b 3a 1c 2c 3b 1d 2d 3c 3d"
 
 
 def test_orders_that_wait_before_they_send_are_caught() -> None:
     plans = build(find(Collective.ALLREDUCE, "direct"), 2)
-    right = enqueue_order(plans, 1)
+    right = Waits(plans, 1).orders()
     assert right == ((0, 1, 2, 3), (0, 1, 2, 3))
     serialisable(plans, right, 1)
     serialisable(plans, [(1, 0, 2, 3), right[1]], 1)  # one rank that waits first is served by the other
@@ -251,7 +251,7 @@ def test_plans_that_deadlock_have_no_order() -> None:
     listen = [replace(p.steps[1], lane=0) for p in plans]
     plans = [replace(p, steps=(first, p.steps[0])) for p, first in zip(plans, listen, strict=True)]
     with pytest.raises(PlanError, match="deadlock with 1 slots of one message each"):
-        enqueue_order(plans, 1)
+        Waits(plans, 1).orders()
 
 
 @given(st.data())
@@ -262,7 +262,7 @@ def test_any_order_of_one_queue_that_completes_completes_with_more(data: st.Data
     n = data.draw(st.sampled_from([n for n in range(2, 6) if algorithm.supports(n)]))
     credits = data.draw(st.integers(1, 4))
     plans = pipelined(build(algorithm, n), ramp(data.draw(st.integers(1, 8)), 2), data.draw(st.sampled_from([None, 1])))
-    orders = enqueue_order(plans, credits)
+    orders = Waits(plans, credits).orders()
     queues = data.draw(st.lists(st.integers(0, 2), min_size=31, max_size=31))
     folded = []
     for plan, order in zip(plans, orders, strict=True):
@@ -275,7 +275,7 @@ def test_any_order_of_one_queue_that_completes_completes_with_more(data: st.Data
         )
         kept = [replace(s, deps=tuple(d for d in s.deps if steps[d].lane != s.lane)) for s in steps]
         folded.append(replace(plan, steps=tuple(kept), algorithm="folded"))
-    enqueue_order(folded, credits)
+    Waits(folded, credits).orders()
 
 
 def test_whole_buffers_and_shares() -> None:

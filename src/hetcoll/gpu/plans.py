@@ -17,9 +17,9 @@ import hetcoll._native as _native
 from ..calls import Call
 from ..plan.algorithms.atoms import AMONG
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
-from ..plan.order import drawn_by, enqueue_order, levels
-from ..plan.pieces import GRAIN, SLOTS, Cut, Lengths, cut, message_pieces
-from ..plan.pipeline import pipelined, ramp
+from ..plan.order import Ordered, drawn_by, ordered
+from ..plan.pieces import GRAIN, SLOTS, Lengths, cut, message_pieces
+from ..plan.pipeline import ramp
 from ..plan.symmetry import Symmetry, everyone
 from ..runtime.planner import Kept, Planner
 from ..types import LOGICAL, REDUCING, ROOTED, Collective, DType, ReduceOp
@@ -39,7 +39,6 @@ _CODEC_BLOCK, _MOST_CODEC_BLOCKS, _ELEMENTS = 128, 256, 32  # of a codec, whose 
 
 End = tuple[int, int]
 """Of a message: the peer, and how many elements."""
-Order = tuple[int, ...]
 Parts = tuple[Span | None, ...]
 Smalls = list[tuple[int, Small]]
 """Messages with their numbers."""
@@ -51,7 +50,7 @@ S = TypeVar("S", covariant=True)
 
 
 class Made(NamedTuple):
-    """A plan for a `Binder`: its steps come in this `order` and have these levels (see `order.levels`), over buffers
+    """A plan for a `Binder`: its steps come in this `order` and have these levels (see `order.Waits`), over buffers
     whose units begin at the elements in `tables`; with `points`, those of the plan's points.
 
     `call` is None for messages between two ranks; `local` says how the island's library reduces. `apart` has the
@@ -97,7 +96,7 @@ class GpuPlans(Generic[S]):
         """What binds messages that are its, once the ways of the host are known to work."""
         self._mates = next(island for island in islands.islands if rank in island)
         self._bases: Kept[tuple[object, ...], tuple[list[Plan], Symmetry]] = Kept(_BASES)
-        self._drawn: Kept[tuple[object, ...], tuple[Plan, Order, Order]] = Kept()
+        self._drawn: Kept[tuple[object, ...], Ordered] = Kept()
 
     def compile(self, call: Call, choice: Choice) -> S:
         """A collective, by the messages or the plan that are chosen for it."""
@@ -122,7 +121,9 @@ class GpuPlans(Generic[S]):
         made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, Lengths.of(base), item)
         if len(islands) == 1:
             made = made._replace(at=(0, 1))
-        plan, order, rise = self._drawn.get_or((*key, made), lambda: self._draw(base, symmetry, made))
+        plan, order, rise = self._drawn.get_or(
+            (*key, made), lambda: ordered(base, symmetry, self._rank, made, SLOTS, _LAG)
+        )
         points = plan.points()
         tables = [
             offsets(counts, units // len(counts), at, grain, made.length * made.equal)
@@ -262,11 +263,6 @@ class GpuPlans(Generic[S]):
 
     def _logical(self, call: Call) -> bool:
         return call.op in LOGICAL and self._size == 1
-
-    def _draw(self, base: list[Plan], symmetry: Symmetry, made: Cut) -> tuple[Plan, Order, Order]:
-        plans = pipelined(base, made.at, made.most)
-        mine = symmetry.standing.index(self._rank)
-        return plans[mine], enqueue_order(plans, SLOTS, symmetry)[mine], levels(plans, SLOTS, _LAG, symmetry)[mine]
 
 
 class DeviceBinder:

@@ -52,7 +52,7 @@ SPAN = struct.Struct("<iii")
 MOST_UNITS = 1 << 30  # of a buffer, and of its copies in SCRATCH: kMostUnits in native/plan/plan.cc
 assert (HEADER.size, STEP.size) == (40, 48)  # native/plan/plan.h asserts the same
 _BUFS = tuple(Buf)  # an enum's members are slow to look up
-FEW = 64  # steps: so few are made faster one by one
+FEW = 24  # steps: so few are made faster one by one
 Points = tuple[Sequence[int], Sequence[int]]
 """Units of SEND, and of RECV, in rising order: see `Plan.points`."""
 
@@ -336,11 +336,14 @@ class Builder:
             for i, (a, b, to, code) in enumerate(zip(froms, tos, peers, codes, strict=True)):
                 self.add(op, lane, a, b, to, channel, [d[i] for d in afters if d[i] >= 0], None, code)
             return np.arange(first, first + n)
-        table = np.empty((len(values), n), np.int64)
+        wide = any(isinstance(value, np.ndarray) and value.dtype == np.object_ for value in values)
+        table: Numbers = np.empty((len(values), n), np.object_ if wide else np.int64)
         for at, value in enumerate(values):
             table[at] = value
         self._fold()
-        self._many.append(Columns(table[:5], table[5:8], table[8:], *self._waits(lane, n, waits), {}))
+        self._many.append(
+            Columns(table[:5].astype(np.int64, copy=False), table[5:8], table[8:], *self._waits(lane, n, waits), {})
+        )
         self.lanes.extend(array("i", [lane]) * n)
         return np.arange(first, first + n)
 

@@ -28,16 +28,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import NamedTuple
+
+import numpy as np
 
 from ..errors import ArgumentError
 from .costs import Hosts
 from .ir import Op, Plan
+from .pieces import Cut
+from .pipeline import keeps_steps, pipelined
 from .simulator import RECEIVES
 from .simulator.node import wrong
+from .steps import Ints
 from .symmetry import Symmetry, everyone
-
-Fifo = tuple[int, int, int]
-SEND, LOCAL = Op.SEND, Op.LOCAL  # members of an enum are slow to look up
 
 
 def drawn_by(rank: int, islands: Hosts, *, turns: bool, rooted: bool) -> Symmetry:
@@ -59,23 +62,8 @@ def drawn_by(rank: int, islands: Hosts, *, turns: bool, rooted: bool) -> Symmetr
     return Symmetry(tuple((r,) for r in sorted(ranks)))
 
 
-def enqueue_order(plans: Sequence[Plan], credits: int, symmetry: Symmetry | None = None) -> tuple[tuple[int, ...], ...]:
-    """For each rank, its steps in the order in which to enqueue them: by how many others they wait for in a chain, as
-    if each took as long as any other; of equals, sends come first. That interleaves the lanes the way they will run.
-
-    Parameters and errors are those of `levels`.
-    """
-    orders = []
-    for plan, row in zip(plans, levels(plans, credits, symmetry=symmetry), strict=True):
-        keys = [(row[i], step.op, step.lane, i) for i, step in enumerate(plan.steps)]
-        orders.append(tuple(key[-1] for key in sorted(keys)))
-    return tuple(orders)
-
-
-def levels(
-    plans: Sequence[Plan], credits: int, lag: int = 1, symmetry: Symmetry | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """For each rank, a level for each of its steps, above those of all that it waits for, on whatever rank.
+class Waits:
+    """What each step of some plans waits for: its lane, its deps, its message, the slot that it needs.
 
     Parameters
     ----------
@@ -83,9 +71,6 @@ def levels(
         Of all ranks, in rank order, proved by `simulator.check`; or of those that stand for all.
     credits
         Slots of each channel and direction. Every message must fit in one (see `pipeline`).
-    lag
-        How far above what other ranks do for it: their messages, the slots that they empty. The members of an island
-        have their LOCAL steps on one level.
     symmetry
         Whose standing ranks the plans are of, where these are not all.
 
@@ -93,67 +78,123 @@ def levels(
     ------
     ArgumentError
         There are no slots.
-    PlanError
-        The plans cannot complete with this many slots.
     """
-    if credits < 1:
-        raise ArgumentError(f"credits: wanted at least one slot, got {credits}")
-    numbers, before = _waits(plans, credits, symmetry or everyone(len(plans)))
-    after: list[list[tuple[int, bool]]] = [[] for _ in before]
-    for number, waits in enumerate(before):
-        for earlier, far in waits:
-            after[earlier].append((number, far))
-    missing, level = list(map(len, before)), [0] * len(before)
-    ready = [number for number, count in enumerate(missing) if not count]
-    for number in ready:  # grows as steps become ready
-        for later, far in after[number]:
-            level[later] = max(level[later], level[number] + (lag if far else 1))
-            missing[later] -= 1
-            if missing[later] == 0:
-                ready.append(later)
-    if len(ready) < len(before):
-        plan, i = next(
-            (plan, i) for plan, row in zip(plans, numbers, strict=True) for i in range(len(row)) if missing[row[i]]
+
+    def __init__(self, plans: Sequence[Plan], credits: int, symmetry: Symmetry | None = None) -> None:
+        if credits < 1:
+            raise ArgumentError(f"credits: wanted at least one slot, got {credits}")
+        columns = [plan.columns for plan in plans]
+        self._plans, self._credits = plans, credits
+        self._op, self._lane, self._peer, self._channel, _ = np.concatenate([each.fields for each in columns], axis=1)
+        self._begins = np.cumsum([0, *map(len, columns)])
+        self._plan = np.repeat(np.arange(len(plans)), np.diff(self._begins))  # whose each step is
+        self._nodes = self._gates()
+        steps = np.arange(len(self._plan))
+        lanes = np.lexsort((self._lane, self._plan))
+        same = (np.diff(self._lane[lanes]) == 0) & (np.diff(self._plan[lanes]) == 0)
+        deps = [each.deps + begin for each, begin in zip(columns, self._begins, strict=False)]
+        waits = np.repeat(steps, np.concatenate([np.diff(each.ends) for each in columns]))
+        near = np.stack([lanes[:-1][same], lanes[1:][same]]), np.stack([np.concatenate(deps), waits])
+        far = self._messages(symmetry or everyone(len(plans)))
+        earlier, later = self._nodes[np.concatenate([*near, *far], axis=1)]
+        order = np.argsort(earlier, kind="stable")
+        self.pairs = earlier[order], later[order], order >= sum(each.shape[1] for each in near)
+        """Which step comes before which, and whether it is another rank's that does."""
+        self._at: list[int] = np.searchsorted(earlier[order], [*steps, len(steps)]).tolist()
+
+    def _gates(self) -> Ints:
+        """For each step its own number, but for a LOCAL step that of the first member of the island."""
+        nodes, gates = np.arange(len(self._plan)), np.flatnonzero(self._op == Op.LOCAL)
+        plan = self._plan[gates]
+        island = np.array([plan.island[0] for plan in self._plans])[plan]
+        nth = np.arange(len(gates)) - np.searchsorted(plan, plan)
+        _, first, gate = np.unique(island * len(nodes) + nth, return_index=True, return_inverse=True)
+        nodes[gates] = gates[first][gate]
+        return nodes
+
+    def _messages(self, symmetry: Symmetry) -> tuple[Ints, Ints]:
+        """What waits for other ranks: receives for their sends, sends for the receives that empty their slots."""
+        ranks = np.array([plan.rank for plan in self._plans])[self._plan]
+        sends, recvs = np.flatnonzero(self._op == Op.SEND), np.flatnonzero(np.isin(self._op, RECEIVES))
+        table, (row, column) = symmetry.table, symmetry.index
+        to, strides = row[self._peer[sends]], column[self._peer[sends]]
+        source = table[row[ranks[sends]], (column[ranks[sends]] - strides) % symmetry.times]  # as the receiver sees it
+        ends = []
+        for steps, a, b in ((sends, source, table[to, 0]), (recvs, self._peer[recvs], ranks[recvs])):
+            fifo = (a * (table.max() + 1) + b) * (1 + self._channel.max(initial=0)) + self._channel[steps]
+            order = np.argsort(fifo, kind="stable")
+            ends.append((fifo[order], steps[order]))
+        (fifos, sent), (others, received) = ends
+        if not np.array_equal(fifos, others):
+            raise ArgumentError("wanted plans whose messages are received: `simulator.check` says which are not")
+        full = fifos[self._credits :] == fifos[: -self._credits]
+        return (
+            np.stack([sent, received]),
+            np.stack([received[: -self._credits][full], sent[self._credits :][full]]),
         )
-        raise wrong(plan, i, f"deadlock with {credits} slots of one message each")
-    return tuple(tuple(level[number] for number in row) for row in numbers)
+
+    def _levels(self, lag: int) -> Ints:
+        level, (_, then, far) = [0] * len(self._plan), self.pairs
+        missing: list[int] = np.bincount(then, minlength=len(level)).tolist()
+        laters, above = then.tolist(), np.where(far, lag, 1).tolist()
+        ready = [node for node, count in enumerate(missing) if not count]
+        for node in ready:  # grows as steps become ready
+            low = level[node]
+            for at in range(self._at[node], self._at[node + 1]):
+                later = laters[at]
+                if low + above[at] > level[later]:
+                    level[later] = low + above[at]
+                missing[later] -= 1
+                if missing[later] == 0:
+                    ready.append(later)
+        if len(ready) < len(missing):
+            step = next(step for step, node in enumerate(self._nodes.tolist()) if missing[node])
+            plan = self._plan[step]
+            problem = f"deadlock with {self._credits} slots of one message each"
+            raise wrong(self._plans[plan], int(step - self._begins[plan]), problem)
+        return np.array(level, np.int64)[self._nodes]
+
+    def levels(self, lag: int = 1) -> tuple[tuple[int, ...], ...]:
+        """For each plan, a level for each of its steps, above those of all that it waits for, on whatever rank.
+
+        Parameters
+        ----------
+        lag
+            How far above what other ranks do for it: their messages, the slots that they empty. The members of an
+            island have their LOCAL steps on one level.
+
+        Raises
+        ------
+        PlanError
+            The plans cannot complete with this many slots.
+        """
+        return tuple(tuple(row.tolist()) for row in np.split(self._levels(lag), self._begins[1:-1]))
+
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """For each plan, its steps in the order in which to enqueue them: by how many others they wait for in a chain,
+        as if each took as long as any other; of equals, sends come first. That interleaves the lanes the way they will
+        run. Errors are those of `levels`.
+        """
+        order = np.lexsort((self._lane, self._op, self._levels(1), self._plan))
+        rows = np.split(order - self._begins[self._plan], self._begins[1:-1])
+        return tuple(tuple(row.tolist()) for row in rows)
 
 
-def _waits(
-    plans: Sequence[Plan], credits: int, symmetry: Symmetry
-) -> tuple[list[list[int]], list[list[tuple[int, bool]]]]:
-    """For each rank a number for each of its steps, the same one for a LOCAL step on all members of an island; and for
-    each number what it waits for: its lane, its deps, its message, the slot it needs; and whether another rank does
-    that for it."""
-    numbers: list[list[int]] = []
-    before: list[list[tuple[int, bool]]] = []
-    sends: dict[Fifo, list[int]] = {}
-    recvs: dict[Fifo, list[int]] = {}
-    gates: dict[tuple[int, int], int] = {}
-    for plan in plans:
-        heads: dict[int, int] = {}
-        row: list[int] = []
-        island, locals = plan.island[0], 0
-        for step in plan.steps:
-            number = len(before)
-            if step.op is LOCAL:
-                number = gates.setdefault((island, locals), number)
-                locals += 1
-            if number == len(before):
-                before.append([])
-            before[number] += ((row[d], False) for d in step.deps)
-            if step.lane in heads:
-                before[number].append((heads[step.lane], False))
-            heads[step.lane] = number
-            row.append(number)
-            if step.op is SEND:
-                sends.setdefault((*symmetry.fifo(plan.rank, step.peer), step.channel), []).append(number)
-            elif step.op in RECEIVES:
-                recvs.setdefault((step.peer, plan.rank, step.channel), []).append(number)
-        numbers.append(row)
-    for fifo, sent in sends.items():
-        for k, (send, recv) in enumerate(zip(sent, recvs[fifo], strict=True)):
-            before[recv].append((send, True))
-            if k >= credits:
-                before[send].append((recvs[fifo][k - credits], True))
-    return numbers, before
+class Ordered(NamedTuple):
+    """A rank's plan in pieces, the order in which it enqueues its steps, and their levels: see `Waits`."""
+
+    plan: Plan
+    order: tuple[int, ...]
+    levels: tuple[int, ...]
+
+
+def ordered(base: Sequence[Plan], symmetry: Symmetry, rank: int, made: Cut, slots: int, lag: int) -> Ordered:
+    """What `rank` does, from the plans of those that `drawn_by` gives."""
+    mine = symmetry.standing.index(rank)
+    if keeps_steps(base[mine], made.at, made.most):
+        (plan,), plans = pipelined([base[mine]], made.at, made.most), base
+    else:
+        plans = pipelined(base, made.at, made.most)
+        plan = plans[mine]
+    waits = Waits(plans, slots, symmetry)
+    return Ordered(plan, waits.orders()[mine], waits.levels(lag)[mine])

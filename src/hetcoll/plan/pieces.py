@@ -50,7 +50,7 @@ class Lengths(NamedTuple):
     def of(cls, plans: Sequence[Plan]) -> Lengths:
         """Of all ranks' plans, or of those that stand for all."""
         first = plans[0]
-        local = all(any(step.op is Op.LOCAL for step in plan.steps) for plan in plans)
+        local = all(plan.columns.locals for plan in plans)
         return cls(share_units(first), longest_message(plans), lcm(*map(len, first.islands)), local)
 
 

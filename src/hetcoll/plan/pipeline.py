@@ -23,9 +23,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
 
+import numpy as np
+
 from ..errors import ArgumentError
 from ..types import WHOLE, Collective
-from .ir import Op, Plan, Span, Step
+from .ir import Local, Op, Plan, Span, Step
 from .simulator import follows
 
 Parts = tuple[Span | None, ...]
@@ -87,10 +89,18 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
     return [_pipelined(plan, tuple(cuts), units, starts[plan.island], shared) for plan in plans]
 
 
+def keeps_steps(plan: Plan, cuts: Sequence[int], most: int | None = None) -> bool:
+    """Whether its pieces are the very same steps, in other units: one piece of a whole buffer, which fits a message."""
+    return plan.collective in WHOLE and len(cuts) == 2 and cuts[1] <= (most or cuts[1])
+
+
 def longest_message(plans: Sequence[Plan]) -> int:
     """Units of the longest message, of which shares go one by one."""
-    spans = [step.src or step.dst for plan in plans for step in plan.steps if step.peer >= 0]
-    return min(share_units(plans[0]), max((span.count for span in spans if span is not None), default=1))
+    longest = 0
+    for columns in (plan.columns for plan in plans):
+        counts = np.where(columns.src[0] < 0, columns.dst[2], columns.src[2])[columns.peer >= 0]
+        longest = max(longest, int(counts.max(initial=0)))
+    return min(share_units(plans[0]), longest or 1)
 
 
 def _starts(plans: Sequence[Plan], island: tuple[int, ...]) -> list[bool]:
@@ -117,19 +127,27 @@ def _pipelined(plan: Plan, cuts: tuple[int, ...], most: int, starts: list[bool],
     n = cuts[-1]
     steps: list[Step] = []
     pieces: dict[int, list[list[list[int]]]] = {}  # of each old step, of each piece, of each share: its new steps
-    for together in _batches(plan, starts):
+    for together in _batches(plan, starts) if len(cuts) > 2 else ([i] for i in range(len(plan.steps))):
         pieces.update((old, []) for old in together)
+        # Of the steps that one piece of another became, a share follows its own, if it may, else the last.
+        waits = {
+            old: [(pieces[d], follows(plan, plan.steps[d], plan.steps[old])) for d in plan.steps[old].deps]
+            for old in together
+        }
         for k, (begin, end) in enumerate(pairwise(cuts)):
             for old in together:
                 step = plan.steps[old]
                 mine: list[list[int]] = []
-                for i, whole in enumerate(_piece(plan, step, begin, end, n, shared)):
-                    messages = _messages(whole, most)
+                for i, (src, dst, local) in enumerate(_piece(plan, step, begin, end, n, shared)):
+                    messages = _messages(step, src, dst, most)
                     mine.append(list(range(len(steps), len(steps) + len(messages))))
-                    for j, new in enumerate(messages):
-                        befores = [_before(plan, pieces[d][k], plan.steps[d], step, i) for d in step.deps]
+                    befores = [first[k][i] if follow else first[k][-1][-1:] for first, follow in waits[old]]
+                    for j, (part, into) in enumerate(messages):
                         deps = {one[j] if len(one) == len(messages) else one[-1] for one in befores}
-                        steps.append(replace(new, deps=tuple(sorted(deps))))
+                        after = tuple(sorted(deps)) if deps else ()
+                        steps.append(
+                            Step(step.op, step.lane, part, into, step.peer, step.channel, after, local, step.compressed)
+                        )
                 pieces[old].append(mine)
     return replace(
         plan,
@@ -159,15 +177,17 @@ def _batches(plan: Plan, starts: list[bool]) -> list[list[int]]:
     return batches
 
 
-def _piece(plan: Plan, step: Step, begin: int, end: int, n: int, shared: _Shared) -> list[Step]:
-    """What the parts [begin, end) of n are of a step: one step for each share that its longest span touches."""
-    parts = () if step.local is None else step.local.parts
-    spans = (_cut(plan, step.src, begin, end, n), _cut(plan, step.dst, begin, end, n))
-    rows = zip_longest(*spans, shared.rows(plan, parts, begin, end, n) if parts else ())
-    return [
-        replace(step, src=src, dst=dst, local=step.local and replace(step.local, parts=row or (None,) * len(parts)))
-        for src, dst, row in rows
-    ] or [step]
+def _piece(
+    plan: Plan, step: Step, begin: int, end: int, n: int, shared: _Shared
+) -> list[tuple[Span | None, Span | None, Local | None]]:
+    """What the parts [begin, end) of n are of a step: of one for each share that its longest span touches, src, dst and
+    what it is of a vendor's collective."""
+    local, spans = step.local, (_cut(plan, step.src, begin, end, n), _cut(plan, step.dst, begin, end, n))
+    if local is None:
+        return [(src, dst, None) for src, dst in zip_longest(*spans)] or [(step.src, step.dst, None)]
+    rows = zip_longest(*spans, shared.rows(plan, local.parts, begin, end, n) if local.parts else ())
+    nothing = (None,) * len(local.parts)
+    return [(src, dst, replace(local, parts=row or nothing)) for src, dst, row in rows] or [(step.src, step.dst, local)]
 
 
 def _cut(plan: Plan, span: Span | None, begin: int, end: int, n: int) -> list[Span]:
@@ -185,20 +205,14 @@ def _cut(plan: Plan, span: Span | None, begin: int, end: int, n: int) -> list[Sp
     return spans
 
 
-def _messages(step: Step, most: int) -> list[Step]:
-    """A step, or where it is a message of more than `most` units, several."""
-    span = step.src or step.dst
+def _messages(step: Step, src: Span | None, dst: Span | None, most: int) -> list[tuple[Span | None, Span | None]]:
+    """These, or where they are of a message of more than `most` units, those of several."""
+    span = src or dst
     if step.peer < 0 or span is None or span.count <= most:
-        return [step]
+        return [(src, dst)]
     cuts = [span.count * i // -(-span.count // most) for i in range(-(-span.count // most) + 1)]
-    return [replace(step, src=_part(step.src, a, b), dst=_part(step.dst, a, b)) for a, b in pairwise(cuts)]
+    return [(_part(src, a, b), _part(dst, a, b)) for a, b in pairwise(cuts)]
 
 
 def _part(span: Span | None, begin: int, end: int) -> Span | None:
     return None if span is None else Span(span.buf, span.start + begin, end - begin)
-
-
-def _before(plan: Plan, candidates: list[list[int]], first: Step, second: Step, i: int) -> list[int]:
-    """Of the steps that one piece of `first` became, those that the i-th share of `second` follows: one by one, if it
-    has as many, else the last."""
-    return candidates[i] if follows(plan, first, second) else candidates[-1][-1:]

@@ -141,8 +141,14 @@ class Spans:
     """A span for each of several steps: an array has one for each, a number is that of all."""
 
     buf: Buf | Ints
-    start: Numbers | int
+    start: Numbers
     count: Numbers | int = 1
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> Spans:
+        """These spans."""
+        buf, start, count = _table([_row(span) for span in spans], 3)
+        return cls(buf.astype(np.int64), start, count)
 
 
 class Columns(Sequence[Step]):
@@ -249,7 +255,7 @@ def _table(rows: Sequence[tuple[int, ...]], width: int) -> Numbers:
     try:
         return np.frombuffer(b"".join([pack(*row) for row in rows]), np.int64).reshape(-1, width).T
     except struct.error:
-        return np.array(rows, np.object_).T
+        return np.array(rows, np.object_).reshape(-1, width).T
 
 
 def _spans(table: Numbers) -> list[Span | None]:

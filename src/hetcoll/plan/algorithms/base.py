@@ -133,16 +133,16 @@ class Draft(Builder):
         return self.add_many(Op.COPY, lane, src, dst, deps=after)
 
     def roundeds(
-        self, lane: int, dst: Callable[[Any], Span], src: Callable[[Any], Span], peers: Ints
-    ) -> tuple[Spans, Ints | None]:
-        """What may be sent to each of `peers` in place of the unit of `src` that has its number, and the steps after
-        which it is there, or -1: see `rounded`."""
+        self, lane: int, dst: Spans, src: Spans, step: int | None, peers: Ints
+    ) -> tuple[Spans, Ints | int | None]:
+        """As `rounded`, of a span for each of `peers`, at the same place in `dst` and `src`."""
         if not self.slow:
-            return each(src, peers), None
-        far = np.isin(peers, [*self.slow])
-        ready = np.full(peers.size, -1)
-        ready[far] = self.add_many(Op.ROUND, lane, each(src, peers[far]), each(dst, peers[far]))
-        return Spans(np.where(far, dst(0).buf, src(0).buf), peers), ready
+            return src, step
+        far, size = np.isin(peers, [*self.slow]), np.broadcast_to(src.count, peers.shape)
+        ready = np.full(peers.size, -1 if step is None else step)
+        froms, tos = (Spans(each.buf, src.start[far], size[far]) for each in (src, dst))
+        ready[far] = self.add_many(Op.ROUND, lane, froms, tos, deps=[step])
+        return Spans(np.where(far, dst.buf, src.buf), src.start, src.count), ready
 
     def _messages(
         self, op: Op, lane: int, src: Many | None, dst: Many | None, peer: Ints | int, channel: int, after: Afters

@@ -7,32 +7,17 @@ island. A part is added up between the islands by the owner on the part's own is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import lcm
 
+import numpy as np
+
 from ..costs import Hosts
-from ..ir import Span
-from .base import Draft, inp, out
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The units [start, start + count), which are added up on host `host`; `atom` is where its atom begins."""
-
-    host: int
-    atom: int
-    start: int
-    count: int
-
-    @property
-    def input(self) -> Span:
-        return inp(self.start, self.count)
-
-    @property
-    def output(self) -> Span:
-        return out(self.start, self.count)
+from ..ir import Spans
+from ..steps import MOST_NUMBERS, Ints, Numbers
+from .base import Draft, each, inp, out
 
 
 class Place:
@@ -43,8 +28,6 @@ class Place:
         self.i = next(i for i, host in enumerate(hosts) if rank in host)
         self.mates = hosts[self.i]
         self.j, self.k = self.mates.index(rank), len(self.mates)
-        self.sizes = set(map(len, hosts))
-        self.units = lcm(*self.sizes) * self.m
 
     def mates_after(self) -> list[int]:
         return [self.mates[(self.j + d) % self.k] for d in range(1, self.k)]
@@ -52,50 +35,73 @@ class Place:
     def host_after(self, d: int) -> int:
         return (self.i + d) % self.m
 
-    def owner(self, host: int, atom: int) -> int:
-        """The rank on `host` whose interval holds the atom."""
-        return self.hosts[host][atom * len(self.hosts[host]) // self.units]
-
-    def parts(self, rank: int, order: list[int]) -> list[Part]:
-        """The parts of the interval of `rank`, host by host in the order given."""
-        return [Part(h, a, a + h * size, size) for h in order for a, size in self._atoms[rank]]
+    @cached_property
+    def parts(self) -> Parts:
+        """Those of all hosts' intervals."""
+        return _parts(self.hosts)
 
     @cached_property
-    def _atoms(self) -> dict[int, list[tuple[int, int]]]:
-        """Of each rank of this host, where the atoms of its interval begin, and how many units a part of each has."""
-        cuts = sorted({self.units * j // k for k in self.sizes for j in range(k + 1)})
-        atoms: dict[int, list[tuple[int, int]]] = {mate: [] for mate in self.mates}
-        for a, b in pairwise(cuts):
-            atoms[self.owner(self.i, a)].append((a, (b - a) // self.m))
-        return atoms
+    def atoms(self) -> tuple[Numbers, Numbers]:
+        """Where those of my interval begin, and how many units a part of each has."""
+        begins, sizes = self.parts.atoms
+        mine = begins * self.k // self.parts.units == self.j
+        return begins[mine], sizes[mine]
 
 
-def reduce_between(p: Draft, at: Place, partial: dict[Part, int | None]) -> dict[Part, int | None]:
-    """Lanes 2, 3 and 8; 9 and 10 round. When each of my parts that is added up on this host is final."""
-    held = {part: part.input if at.k == 1 else part.output for part in partial}
-    final = {part: step for part, step in partial.items() if part.host == at.i}
-    for part, step in partial.items():
-        if part.host != at.i:
-            owner = at.owner(part.host, part.atom)
-            sent, ready = p.rounded(9, part.output, held[part], step, [owner])
-            p.send(2, sent, owner, after=[ready])
-    for d in range(1, at.m):
-        for part in final:
-            peer = at.owner(at.host_after(-d), part.atom)
-            final[part] = p.recv_reduce(3, part.output, held[part], peer, after=[final[part]])
-            held[part] = part.output
-    for part, step in final.items():
-        others = (at.owner(at.host_after(d), part.atom) for d in range(1, at.m))
-        _, final[part] = p.rounded(10, part.output, part.output, p.scaled(8, part.output, step), others)
+class Parts:
+    """The buffer in `units`: where the atoms begin, and how many units a part of each has; who owns them."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        sizes, m = sorted(set(map(len, hosts))), len(hosts)
+        self.units = lcm(*sizes) * m
+        cuts = sorted({self.units * j // k for k in sizes for j in range(k + 1)})
+        number = np.int64 if self.units * max(*sizes, m) < MOST_NUMBERS else np.object_
+        self.atoms = np.array(cuts[:-1], number), np.array([(b - a) // m for a, b in pairwise(cuts)], number)
+        self._members, self._sizes = np.concatenate(hosts), np.array([len(host) for host in hosts])
+        self._first = np.cumsum(self._sizes) - self._sizes
+
+    def owners(self, hosts: Ints, atoms: Numbers) -> Ints:
+        """The rank on each of `hosts` whose interval holds the atom that begins there; all of the first host first."""
+        places = atoms * self._sizes[hosts][:, None] // self.units
+        owners: Ints = self._members[self._first[hosts][:, None] + places.astype(np.int64)]
+        return owners.ravel()
+
+    def spans(self, hosts: Ints, atoms: Numbers, sizes: Numbers) -> Spans:
+        """What is added up on each of `hosts` of each atom, in the same order."""
+        return each(out, (atoms + hosts[:, None] * sizes).ravel(), np.tile(sizes, len(hosts)))
+
+
+_parts = lru_cache(maxsize=8)(Parts)
+
+
+def reduce_between(p: Draft, at: Place, summed: int | None) -> list[int | None]:
+    """Lanes 2, 3 and 8; 9 and 10 round. All comes after `summed`. Gives the step after which each part that is added up
+    on this host is final."""
+    parts, (atoms, sizes), distance = at.parts, at.atoms, np.arange(1, at.m)
+    hosts = (at.i + distance) % at.m
+    held = inp if at.k == 1 else out
+    leaving = parts.spans(hosts, atoms, sizes)
+    owners = parts.owners(hosts, atoms)
+    sent, ready = p.roundeds(9, leaving, each(held, leaving.start, leaving.count), summed, owners)
+    p.sends(2, sent, owners, after=[ready])
+    n, hosts = len(atoms), (at.i - distance) % at.m
+    owners, mine = parts.owners(hosts, atoms), parts.spans(np.array([at.i]), atoms, sizes)
+    p.recv_reduces(3, mine, each(held, mine.start, mine.count), owners[:n], after=[summed])
+    again = parts.spans(np.full(at.m - 2, at.i), atoms, sizes)
+    final: list[int | None] = p.recv_reduces(3, again, again, owners[n:])[-n:].tolist()
+    for k in range(n):
+        span = out(int(mine.start[k]), int(sizes[k]))
+        others = parts.owners(hosts, atoms[k : k + 1]).tolist() if p.slow else ()
+        _, final[k] = p.rounded(10, span, span, p.scaled(8, span, final[k]), others)
     return final
 
 
-def gather_between(p: Draft, at: Place, final: dict[Part, int | None]) -> None:
-    """Lanes 4 and 5. Adds to `final` when each of my other parts has come from its host."""
-    own = dict(final)
-    for d in range(1, at.m):
-        for part, step in own.items():
-            p.send(4, part.output, at.owner(at.host_after(d), part.atom), channel=1, after=[step] if d == 1 else [])
-        host = at.host_after(-d)
-        for part in at.parts(p.rank, [host]):
-            final[part] = p.recv(5, part.output, at.owner(host, part.atom), channel=1)
+def gather_between(p: Draft, at: Place, final: Sequence[int | None]) -> int:
+    """Lanes 4 and 5. Each of my parts is `final` after one of these steps: the one after which all others have come."""
+    parts, (atoms, sizes), distance = at.parts, at.atoms, np.arange(1, at.m)
+    ready = np.full((at.m - 1) * len(atoms), -1)
+    ready[: len(atoms)] = final
+    own, owners = parts.spans(np.full(at.m - 1, at.i), atoms, sizes), parts.owners((at.i + distance) % at.m, atoms)
+    p.sends(4, own, owners, channel=1, after=[ready])
+    hosts = (at.i - distance) % at.m
+    return int(p.recvs(5, parts.spans(hosts, atoms, sizes), parts.owners(hosts, atoms), channel=1)[-1])

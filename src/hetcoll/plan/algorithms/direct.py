@@ -61,7 +61,8 @@ def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
     """Channel 0, lanes 0, 1 and 5: everyone sends unit q of its input to q; `result` gets the sum of my unit `own`."""
     p.scratch_copies = int(p.compress and p.collective is Collective.REDUCE_SCATTER)
     peers = p.ring(1)
-    sent, ready = p.roundeds(5, tmp if p.scratch_copies else out, inp, peers)
+    rounded = each(tmp if p.scratch_copies else out, peers)
+    sent, ready = p.roundeds(5, rounded, each(inp, peers), None, peers)
     p.sends(0, sent, peers, after=[ready])
     if p.ordered:
         p.scratch_copies = int(p.size > 2)

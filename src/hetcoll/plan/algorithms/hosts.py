@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import groupby, zip_longest
 from math import lcm
+
+import numpy as np
 
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
-from ..ir import Buf, Op, Plan, Span, Step
+from ..ir import Buf, Op, Plan, Span, Spans, Step
 from .atoms import AMONG, Atom, Shares, Steps, Whole, atoms_of
 from .base import Algorithm, Draft, inp, out, tmp
 
@@ -104,35 +106,57 @@ class _Inside(Steps):
     def reduce(self) -> None:
         """Each atom's owner adds up what its mates give."""
         p, lane, spans = self.p, self.lane, self.read()
-        for span in spans:
-            for mate in self.after:
-                for term in (term for atom in self.of[mate] for term in self.given(atom, span)):
-                    p.send(lane, term, mate)
-        for span in spans:
+        terms = [
+            (term, mate)
+            for span in spans
+            for mate in self.after
+            for atom in self.of[mate]
+            for term in self.given(atom, span)
+        ]
+        if terms:
+            p.sends(lane, Spans.of([term for term, _ in terms]), np.array([mate for _, mate in terms]))
+        sums, begin = list[tuple[Span, Span, int]](), len(p.lanes)
+        for span in spans if self.atoms else ():
             total = [self.given(atom, span) for atom in self.atoms]
             grown = [self.spans(atom, span) for atom in self.atoms]
-            for mate in self.earlier if self.atoms else ():
-                last = [
-                    [p.recv_reduce(lane + 1, dst, src, mate) for dst, src in zip(*row, strict=True)][-1]
-                    for row in zip(grown, total, strict=True)
-                ]
+            for mate in self.earlier:
+                last = list[int]()
+                for row in zip(grown, total, strict=True):
+                    sums += ((dst, src, mate) for dst, src in zip(*row, strict=True))
+                    last.append(begin + len(sums) - 1)
                 total = grown
                 self.came |= dict.fromkeys(units(span), last)
+        if sums:
+            into, own, mates = zip(*sums, strict=True)
+            p.recv_reduces(lane + 1, Spans.of(into), Spans.of(own), np.array(mates))
 
     def spread(self, rows: Sequence[tuple[Span, Sequence[Sequence[int | None]]]], to: Collection[int]) -> None:
         """Each atom's owner sends the mates in `to` the spans of these rows, which come after their steps."""
-        p, lane = self.p, self.lane + 2
+        p, lane, mates = self.p, self.lane + 2, [mate for mate in self.after if mate in to]
+        gives = list[tuple[Span, int, Sequence[int | None]]]()
         for span, steps in rows:
-            for mate in (mate for mate in self.after if mate in to):
-                for i, atom in enumerate(self.atoms):
-                    parts = self.spans(atom, span)
-                    for part, each in enumerate(parts):
-                        after = steps[i][part : part + 1] if len(parts) == len(steps[i]) else steps[i]
-                        p.send(lane, each, mate, channel=1, after=after)
-        for span, _ in rows if p.rank in to else ():
-            for mate in self.earlier:
-                for each in (each for atom in self.of[mate] for each in self.taken(atom, span)):
-                    p.recv(lane + 1, each, mate, channel=1)
+            parts = [self.spans(atom, span) for atom in self.atoms]
+            afters = [
+                [each[i : i + 1] if len(found) == len(each) else each for i in range(len(found))]
+                for found, each in zip(parts, steps, strict=False)
+            ]
+            for mate in mates:
+                for found, after in zip(parts, afters, strict=True):
+                    gives += ((part, mate, each) for part, each in zip(found, after, strict=True))
+        if gives:
+            spans, peers, waits = zip(*gives, strict=True)
+            columns = zip_longest(*waits)
+            deps = [np.array([-1 if step is None else step for step in column]) for column in columns]
+            p.sends(lane, Spans.of(spans), np.array(peers), channel=1, after=deps)
+        takes = [
+            (span, mate)
+            for whole, _ in (rows if p.rank in to else ())
+            for mate in self.earlier
+            for atom in self.of[mate]
+            for span in self.taken(atom, whole)
+        ]
+        if takes:
+            p.recvs(lane + 1, Spans.of([span for span, _ in takes]), np.array([mate for _, mate in takes]), channel=1)
 
     def taken(self, atom: Atom, span: Span) -> list[Span]:
         """Where another's atom belongs here."""

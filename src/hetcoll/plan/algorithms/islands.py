@@ -101,11 +101,10 @@ def allreduce(p: Draft) -> None:
         if at.k > 1:
             p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=final)
         return
-    outward = [at.host_after(d) for d in range(1, at.m + 1)]
-    ready = reduce_between(p, at, dict.fromkeys(at.parts(p.rank, outward), summed))
-    gather_between(p, at, ready)
+    final = reduce_between(p, at, summed)
+    came = gather_between(p, at, final)
     if at.k > 1:
-        p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=ready.values())
+        p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=[*final, came])
 
 
 def _exchange(p: Draft, at: Split, summed: int | None) -> Iterator[int | None]:
