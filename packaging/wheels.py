@@ -204,7 +204,8 @@ def build(source: Path, python: str, arch: str) -> Path:
         "_PYTHON_HOST_PLATFORM": f"linux-{arch}",
         "SETUPTOOLS_EXT_SUFFIX": f".cpython-{python.replace('.', '')}-{arch}-linux-gnu.so",
     }
-    return built(source, env, arch, variables, f"-isystem{headers}")
+    system = {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": arch}
+    return built(source, env, arch, system, variables, f"-isystem{headers}")
 
 
 def build_here(source: Path, interpreter: str, number: int) -> Path:
@@ -212,15 +213,17 @@ def build_here(source: Path, interpreter: str, number: int) -> Path:
     env = WORK / "env" / f"build-here-{number}"
     run(interpreter, "-m", "venv", "--clear", env)
     pip(env, "install", "--only-binary=:all:", "scikit-build-core", "nanobind", "cmake", "ninja")
-    return built(source, env, "x86_64", {}, "")
+    return built(source, env, "x86_64", {}, {}, "")
 
 
-def built(source: Path, env: Path, arch: str, variables: Mapping[str, str], flags: str) -> Path:
-    """The wheel that an environment makes by zig's compiler."""
+def built(
+    source: Path, env: Path, arch: str, system: Mapping[str, str], variables: Mapping[str, str], flags: str
+) -> Path:
+    """The wheel that an environment makes by zig's compiler; `system` where CMake is to cross-compile."""
     zig = compiler(arch)
     defines = {
         "CMAKE_CXX_COMPILER": zig / "c++", "CMAKE_AR": zig / "ar", "CMAKE_RANLIB": zig / "ranlib",
-        "CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": arch,
+        **system,
     }  # fmt: skip
     variables = {
         "CMAKE_ARGS": " ".join(f"-D{name}={value}" for name, value in defines.items()),
