@@ -200,26 +200,45 @@ def build(source: Path, python: str, arch: str) -> Path:
     (headers / f"{arch}-linux-gnu").mkdir()
     path = f"{arch}-linux-gnu/python{python}"
     (headers / path).symlink_to(debian(python, arch) / "usr/include" / path)
+    variables = {
+        "_PYTHON_HOST_PLATFORM": f"linux-{arch}",
+        "SETUPTOOLS_EXT_SUFFIX": f".cpython-{python.replace('.', '')}-{arch}-linux-gnu.so",
+    }
+    system = {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": arch}
+    return built(source, env, arch, system, variables, f"-isystem{headers}")
+
+
+def build_here(source: Path, interpreter: str, number: int) -> Path:
+    """A wheel of the version of an interpreter of this machine, audited and with its tag of manylinux."""
+    env = WORK / "env" / f"build-here-{number}"
+    run(interpreter, "-m", "venv", "--clear", env)
+    pip(env, "install", "--only-binary=:all:", "scikit-build-core", "nanobind", "cmake", "ninja")
+    return built(source, env, "x86_64", {}, {}, "")
+
+
+def built(
+    source: Path, env: Path, arch: str, system: Mapping[str, str], variables: Mapping[str, str], flags: str
+) -> Path:
+    """The wheel that an environment makes by zig's compiler; `system` where CMake is to cross-compile."""
     zig = compiler(arch)
     defines = {
         "CMAKE_CXX_COMPILER": zig / "c++", "CMAKE_AR": zig / "ar", "CMAKE_RANLIB": zig / "ranlib",
-        "CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": arch,
+        **system,
     }  # fmt: skip
     variables = {
         "CMAKE_ARGS": " ".join(f"-D{name}={value}" for name, value in defines.items()),
         # nanobind counts on the standard library to include stdio.h, which zig's does not.
-        "CXXFLAGS": f"-isystem{headers} -include stdio.h",
-        "_PYTHON_HOST_PLATFORM": f"linux-{arch}",
-        "SETUPTOOLS_EXT_SUFFIX": f".cpython-{python.replace('.', '')}-{arch}-linux-gnu.so",
+        "CXXFLAGS": f"{flags} -include stdio.h",
+        **variables,
     }
-    raw = WORK / "raw" / f"{python}-{arch}"
+    raw = WORK / "raw" / env.name
     shutil.rmtree(raw, ignore_errors=True)
     words = ("--no-build-isolation", "--no-deps", "-C", f"build-dir={WORK / 'objects' / arch}", "-w", raw)
     pip(env, "wheel", *words, source, variables=variables)
-    (built,) = raw.glob("*.whl")
+    (made,) = raw.glob("*.whl")
     before = set(DIST.glob("*.whl"))
     # The oldest tag that fits: others than "auto" are known for this machine's processor alone.
-    run(sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "-w", DIST, built)
+    run(sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "-w", DIST, made)
     (wheel,) = set(DIST.glob("*.whl")) - before
     if "-abi3-" in wheel.name:
         run(sys.executable, "-m", "abi3audit", "--strict", "--report", wheel)
@@ -246,6 +265,12 @@ def test_debian(wheel: Path, python: str, arch: str) -> None:
     run(sys.executable, "-m", "pip", "-q", "install", f"--target={where}", *installs(python, arch), wheel, *TESTERS)
     print(f"{wheel.name}: installed with what tests need in {time.monotonic() - start:.1f} s", flush=True)
     test(env, TESTS_EMULATED if arch != "x86_64" else TESTS_OLD if python == OLD else TESTS)
+
+
+def needs_own(interpreter: str) -> bool:
+    """Whether it runs without a GIL: then it takes no wheel of the stable ABI."""
+    words = (interpreter, "-c", "import sysconfig; print(sysconfig.get_config_var('Py_GIL_DISABLED') == 1)")
+    return subprocess.run(words, check=True, text=True, capture_output=True).stdout.strip() == "True"
 
 
 def test_here(wheel: Path, interpreter: str, number: int) -> None:
@@ -290,7 +315,8 @@ def main() -> int:
             wheel = wheels[OLD if python == OLD else STABLE]
             judge(wheel, python, partial(test_debian, wheel, python, arch))
         for number, interpreter in enumerate(args.python if arch == "x86_64" else ()):
-            judge(wheels[STABLE], interpreter, partial(test_here, wheels[STABLE], interpreter, number))
+            wheel = build_here(unpacked, interpreter, number) if needs_own(interpreter) else wheels[STABLE]
+            judge(wheel, interpreter, partial(test_here, wheel, interpreter, number))
     print("built:", *(each.name for each in sorted(DIST.iterdir())), sep="\n  ")
     print("tested:", *(" | ".join(row) for row in rows), sep="\n  ")
     return int(any("FAILED" in verdict for _, _, verdict in rows))

@@ -32,6 +32,8 @@ def test_good_ones_have_no_faults(wheels: ModuleType) -> None:
     assert wheels.faults_of_wheel(GOOD.replace("2_28", "2_17"), FILES) == []
     old = FILES - {"hetcoll/_native.abi3.so"} | {"hetcoll/_native.cpython-311-aarch64-linux-gnu.so"}
     assert wheels.faults_of_wheel(GOOD.replace("cp312-abi3", "cp311-cp311"), old) == []
+    no_gil = FILES - {"hetcoll/_native.abi3.so"} | {"hetcoll/_native.cpython-313t-x86_64-linux-gnu.so"}
+    assert wheels.faults_of_wheel("hetcoll-1.0-cp313-cp313t-manylinux_2_28_x86_64.whl", no_gil) == []
     assert wheels.faults_of_sdist(SOURCES, {"native/CMakeLists.txt"}) == []
 
 
