@@ -150,7 +150,7 @@ class OnGpu:
 
     def __init__(self, device: Device) -> None:
         self._device, self._side = device, SideStream(device)
-        self._staging: dict[object, _Staging] = {}
+        self._staging: dict[object, _Staging] = {}  # other threads look at it
 
     @contextlib.contextmanager
     def around(
@@ -199,11 +199,11 @@ class OnGpu:
     @property
     def done(self) -> bool:
         """Whether all that was enqueued is done."""
-        return all(self._device.query(each.ended) for each in self._staging.values())
+        return all(self._device.query(each.ended) for each in list(self._staging.values()))
 
     def join(self, stream: int) -> None:
         """What comes on `stream` later begins after all that was enqueued."""
-        for each in self._staging.values():
+        for each in list(self._staging.values()):
             self._device.wait(stream, each.ended)
 
     def close(self) -> None:
