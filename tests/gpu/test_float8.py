@@ -214,18 +214,27 @@ def run_messages(comm: hetcoll.Communicator, c: Calls, n: int) -> None:
     mine, got = Own(comm, c.given(rank, n)), Own(comm, c.new(n))
     comm.sendrecv(mine.array, right, got.array, left).wait(60)
     c.check(got.get(), in_ocp(c.given(left, n)))
+    peers = [(rank + i) % size for i in range(size)]  # each rank begins with itself, and then with another
+    into = [Own(comm, c.new(n)) for _ in peers]
     with comm.group():
-        comm.send(mine.array, left)
-        comm.recv(got.array, right)
+        for peer, each in zip(peers, into, strict=True):
+            comm.send(mine.array, peer)
+            comm.recv(each.array, peer)
     comm.barrier()
-    c.check(got.get(), in_ocp(c.given(right, n)))
-    got = Own(comm, c.new(n))
-    works = [comm.send(mine.array, right, async_op=True), comm.recv(got.array, left, async_op=True)]
-    for work in works:
+    assert same_values(into[0].get(), c.given(rank, n))
+    for peer, each in zip(peers[1:], into[1:], strict=True):
+        c.check(each.get(), in_ocp(c.given(peer, n)))
+    into = [Own(comm, c.new(n)) for _ in peers]
+    for work in [
+        call(array, peer, async_op=True)
+        for peer, each in zip(peers[1:], into[1:], strict=True)
+        for call, array in ((comm.send, mine.array), (comm.recv, each.array))
+    ]:
         work.wait(60)
         assert work.done
         assert work.error is None
-    c.check(got.get(), in_ocp(c.given(left, n)))
+    for peer, each in zip(peers[1:], into[1:], strict=True):
+        c.check(each.get(), in_ocp(c.given(peer, n)))
     several = [Own(comm, c.given(rank, n, i)) for i in range(3)]
     for work in [comm.allreduce(each.array, op="max", async_op=True) for each in several]:
         work.wait(60)
@@ -262,7 +271,7 @@ def run_large(comm: hetcoll.Communicator, kinds: str) -> None:
 @pytest.mark.fakes
 @parametrize(
     ("gpus", "kinds"),
-    [("na", "of"), ("an", "fo"), ("na", "fo"), ("nac", "off"), ("acn", "foo"), ("nnaac", "ooffo")],
+    [("nan", "off"), ("an", "fo"), ("na", "fo"), ("nac", "off"), ("acn", "foo"), ("nnaac", "ooffo")],
     first=1,
 )
 def test_calls_with_both_kinds(mixed: Any, gpus: str, kinds: str) -> None:

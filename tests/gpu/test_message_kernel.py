@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import time
@@ -112,13 +111,14 @@ def mixed_graph(comm: hetcoll.Communicator) -> None:
 
 def in_order(comm: hetcoll.Communicator) -> None:
     """A group of messages to one peer that makes a call of each, or the other way round: small ones before and behind a
-    long one, and more of all than rings and slots hold. As calls, and in replays."""
+    long one, and more of all than rings and slots hold. Graphs have the same calls on both."""
     rank, device = comm.rank, device_of_rank(comm.rank)
     device.activate()
     stream = device.stream()
     sizes = (7, 2 * MESSAGE_MOST, MESSAGE_WORDS, *[9] * 5)
     call = comm.recv if rank else comm.send
-    for groups, captured in itertools.product(((False, True), (True, False), (True, True)), (False, True)):
+    both = (True, True)
+    for groups, captured in (((False, True), False), ((True, False), False), (both, False), (both, True)):
         arrays = [of_bytes(comm, np.zeros(n) if rank else pattern(0, n, i)) for i, n in enumerate(sizes)]
         in_graph = Capture(device, stream) if captured else contextlib.nullcontext()
         in_group = comm.group() if groups[rank] else contextlib.nullcontext()
@@ -137,7 +137,32 @@ def in_order(comm: hetcoll.Communicator) -> None:
     device.destroy_stream(stream)
 
 
-KINDS = {"nn": ["cuda"] * 2, "nan": ["cuda", "hip", "cuda"], "np": ["cuda", "posing"]}
+def beside_a_library(comm: hetcoll.Communicator) -> None:
+    """A group of small messages to all in a graph: some are the library's, whose node may run before or after ours."""
+    rank, device = comm.rank, device_of_rank(comm.rank)
+    device.activate()
+    stream, peers = device.stream(), [peer for peer in range(comm.size) if peer != rank]
+    out, into = of_bytes(comm, pattern(rank, 9)), [of_bytes(comm, np.zeros(9)) for _ in peers]
+
+    def group() -> None:
+        with comm.group():
+            for peer, array in zip(peers, into, strict=True):
+                comm.send(replace(out.buffer(), stream=stream), peer)
+                comm.recv(replace(array.buffer(), stream=stream), peer)
+
+    group()
+    device.synchronize(stream)
+    with Capture(device, stream) as captured:
+        group()
+    for _ in range(12):
+        captured.replay(stream)
+        device.synchronize(stream)
+    assert all((array.get() == pattern(peer, 9)).all() for peer, array in zip(peers, into, strict=True))
+    captured.close()
+    device.destroy_stream(stream)
+
+
+KINDS = {"nnnn": ["cuda"] * 4, "nn": ["cuda"] * 2, "nan": ["cuda", "hip", "cuda"], "np": ["cuda", "posing"]}
 
 
 @pytest.fixture(params=PLACES)
@@ -169,6 +194,10 @@ def test_on_one_hardware_queue(gpus: Callable[..., Ranks]) -> None:
     ranks = gpus("nn", CUDA_DEVICE_MAX_CONNECTIONS="1")
     for each in (of_every_size, mixed_graph, in_order):
         ranks.run(each, timeout=100)
+
+
+def test_beside_a_library_in_graphs(gpus: Callable[..., Ranks]) -> None:
+    gpus("nnnn", HETCOLL_ISLANDS="0,1|2,3").run(beside_a_library, timeout=100)
 
 
 def wait_in_vain(comm: hetcoll.Communicator, nbytes: int, sends: bool, then: str) -> Any:

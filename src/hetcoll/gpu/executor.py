@@ -183,9 +183,9 @@ class GpuExecutor:
         conversion = None if self._float8 is None else float8.Float8Conversion.of_call(call, self._wiring.rank)
         if self._float8 is None or conversion is None:
             return self._launch(call, handle, async_op, seconds)
-        with self._float8.around(conversion, handle, async_op) as (send, recv, on):
+        with self._float8.around([conversion], handle, async_op) as ([made], on):
             dtype = OCP_OF.get(call.dtype, call.dtype)
-            self._launch(replace(call, send=send, recv=recv, dtype=dtype), on, False, seconds, again=False)
+            self._launch(replace(call, send=made.send, recv=made.recv, dtype=dtype), on, False, seconds, again=False)
         return GpuWork(self, (call.send, call.recv), call.collective.label)
 
     @property
@@ -201,7 +201,7 @@ class GpuExecutor:
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """Enqueue messages that are under way together."""
         self._edges.seconds = seconds
-        self.messages.together(messages, seconds)
+        self.messages.together(messages)
 
     def _launch(self, call: Call, stream: int, async_op: bool, seconds: float, *, again: bool = True) -> GpuWork:
         """`again`: the fast path may run such a call when it comes again."""

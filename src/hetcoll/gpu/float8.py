@@ -65,15 +65,24 @@ class Float8Conversion(NamedTuple):
     def of_message(cls, ends: SendRecv, rank: int) -> Float8Conversion | None:
         """None for messages that have no 8-bit floats, and for those to oneself."""
         dtype, send, recv = ends.first.dtype, ends.send, ends.recv
-        if (dtype not in FNUZ_OF and dtype not in OCP_OF) or (send is not None and ends.dest == rank):
+        if (dtype not in FNUZ_OF and dtype not in OCP_OF) or rank in (ends.dest, ends.source):
             return None
         return cls(send, recv, send is not None, recv is not None)
 
     @property
+    def first(self) -> Buffer:
+        found = self.send or self.recv
+        assert found is not None
+        return found
+
+    @property
     def dtype(self) -> DType:
-        first = self.send or self.recv
-        assert first is not None
-        return first.dtype
+        return self.first.dtype
+
+    @property
+    def older(self) -> bool:
+        """Whether the arrays are of the older kind."""
+        return self.dtype in OCP_OF
 
     def staged(self, base: int, owner: Any = None) -> tuple[Buffer | None, Buffer | None]:
         """The buffers in OCP's kind, in memory from `base` on: they overlap there as they do here."""
@@ -115,34 +124,68 @@ class Float8Conversion(NamedTuple):
         return (self.recv.ptr, self.recv.ptr, self.recv.count, self.dtype, self.dtype) if self.alike else None
 
 
-class OnGpu:
-    """Conversions on one GPU. Calls take turns with one staging buffer, whatever streams they are on."""
+class _Staging:
+    """Memory for conversions that come one after another, whatever streams they are on: until `ended`."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
-        self._ended, self._side = device.event(), SideStream(device)
+        self._device, self.ended = device, device.event()
         self._memory: list[int] = []
         self._nbytes = 0
 
+    def room(self, nbytes: int) -> int:
+        """So much of it. Streams may still use what was smaller."""
+        if nbytes > self._nbytes or not self._memory:
+            self._nbytes = max(nbytes, 2 * self._nbytes, _GRAIN)
+            self._memory.append(self._device.allocate(self._nbytes))
+        return self._memory[-1]
+
+    def close(self) -> None:
+        self._device.destroy_event(self.ended)
+        for at in self._memory:
+            self._device.free(at)
+
+
+class OnGpu:
+    """Conversions on one GPU."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._side = device, SideStream(device)
+        self._staging: dict[object, _Staging] = {}  # other threads look at it
+
     @contextlib.contextmanager
     def around(
-        self, conversion: Float8Conversion, stream: int, async_op: bool
-    ) -> Iterator[tuple[Buffer | None, Buffer | None, int]]:
-        """What to call with instead; the block enqueues the call on the stream given, which then waits for it."""
-        device, fnuz = self._device, conversion.dtype in OCP_OF
+        self, conversions: Sequence[Float8Conversion], stream: int, async_op: bool, turns: object = None
+    ) -> Iterator[tuple[list[Float8Conversion], int]]:
+        """What to call with instead, in OCP's kind; the block enqueues the call on the stream given, which then waits
+        for it. Calls with equal `turns` come one after another, and no others: what one of them waits for may have to
+        come after another."""
+        device = self._device
         if device.capturing(stream):
             raise ArgumentError("stream: a graph is being captured on it; 8-bit floats are not converted inside one")
-        if fnuz and (conversion.nbytes > self._nbytes or not self._memory):
-            self._nbytes = max(conversion.nbytes, 2 * self._nbytes, _GRAIN)
-            self._memory.append(device.allocate(self._nbytes))  # streams may still use the old one
+        if turns not in self._staging:
+            self._staging[turns] = _Staging(device)
+        staging = self._staging[turns]
         if async_op:
             stream = self._side.behind(stream)
-        device.wait(stream, self._ended)
-        send, recv = conversion.staged(self._memory[-1]) if fnuz else (None, None)
-        self._run(conversion.before(send), stream)
-        yield (send, recv, stream) if fnuz else (conversion.send, conversion.recv, stream)
-        self._run(conversion.after(recv), stream)
-        device.record(self._ended, stream)
+        device.wait(stream, staging.ended)
+        made = self._staged(conversions, staging)
+        for theirs, ours in zip(conversions, made, strict=True):
+            self._run(theirs.before(ours.send if theirs.older else None), stream)
+        yield made, stream
+        for theirs, ours in zip(conversions, made, strict=True):
+            self._run(theirs.after(ours.recv if theirs.older else None), stream)
+        device.record(staging.ended, stream)
+
+    @staticmethod
+    def _staged(conversions: Sequence[Float8Conversion], staging: _Staging) -> list[Float8Conversion]:
+        """With buffers in `staging` in the place of those of the older kind."""
+        lengths = [-(-each.nbytes // _GRAIN) * _GRAIN if each.older else 0 for each in conversions]
+        at, made = staging.room(sum(lengths)) if any(each.older for each in conversions) else 0, []
+        for each, length in zip(conversions, lengths, strict=True):
+            send, recv = each.staged(at) if each.older else (each.send, each.recv)
+            made.append(each._replace(send=send, recv=recv))
+            at += length
+        return made
 
     def _run(self, step: tuple[int, int, int, DType, DType] | None, stream: int) -> None:
         if step is None or step[2] == 0:
@@ -156,23 +199,23 @@ class OnGpu:
     @property
     def done(self) -> bool:
         """Whether all that was enqueued is done."""
-        return self._device.query(self._ended)
+        return all(self._device.query(each.ended) for each in list(self._staging.values()))
 
     def join(self, stream: int) -> None:
         """What comes on `stream` later begins after all that was enqueued."""
-        self._device.wait(stream, self._ended)
+        for each in list(self._staging.values()):
+            self._device.wait(stream, each.ended)
 
     def close(self) -> None:
         """Give everything back. The device must be done."""
         self._side.close()
-        self._device.destroy_event(self._ended)
-        for at in self._memory:
-            self._device.free(at)
+        for each in self._staging.values():
+            each.close()
 
 
 def on_host(conversion: Float8Conversion) -> tuple[Buffer | None, Buffer | None, Callable[[], None]]:
     """The same on a processor, before the call: what to call with instead, and what to do once it is complete."""
-    fnuz = conversion.dtype in OCP_OF
+    fnuz = conversion.older
     memory = np.empty(conversion.nbytes if fnuz else 0, np.uint8)
     send, recv = conversion.staged(int(memory.ctypes.data), memory) if fnuz else (None, None)
     if (step := conversion.before(send)) is not None:

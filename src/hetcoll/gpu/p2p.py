@@ -7,7 +7,6 @@ H200's memory and 0.2 s a pair is what that takes, so only ranks that send to ea
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -90,8 +89,9 @@ class GpuMessages:
         if self._convert is None or conversion is None:
             self._enqueue(ends, handle, async_op, seconds)
         else:
-            with self._convert.around(conversion, handle, async_op) as (out, into, on):
-                self._enqueue(SendRecv(out, dest, into, source), on, False, seconds, again=False)
+            ways = (dest if send else -1, source if recv else -1)
+            with self._convert.around([conversion], handle, async_op, ways) as ([made], on):
+                self._enqueue(SendRecv(made.send, dest, made.recv, source), on, False, seconds, again=False)
         return GpuWork(self._path, (send, recv), _MESSAGE)
 
     def _enqueue(self, ends: SendRecv, stream: int, async_op: bool, seconds: float, *, again: bool = True) -> None:
@@ -137,36 +137,22 @@ class GpuMessages:
             self._lanes[dest, source] = SideStream(self._device, URGENT)
         return self._lanes[dest, source].behind(stream), False
 
-    def together(self, messages: Sequence[Message], seconds: float) -> None:
-        """Enqueue messages that are under way together. Where some are converted they go a send and a receive at a
-        time: each has to be read before its conversion's memory is written again."""
-        if not self._converts(messages):
-            self._group(messages, None)
+    def together(self, messages: Sequence[Message]) -> None:
+        """Enqueue messages that are under way together."""
+        handle = self._path.stream(None, **{f"buf of message {i}": m.buffer for i, m in enumerate(messages)})
+        found = [float8.Float8Conversion.of_message(m.alone, self._share.rank) for m in messages]
+        conversions = {i: each for i, each in enumerate(found) if each is not None}
+        if self._convert is None or not conversions:
+            self._group(messages, handle)
             return
-        rank = self._share.rank
-        for others in (False, True):  # messages to oneself have both halves
-            sends, recvs = (
-                [(m.buffer, m.peer) for m in messages if m.kind == half and (m.peer != rank) == others]
-                for half in (SEND, RECV)
+        with self._convert.around([*conversions.values()], handle, False) as (made, on):
+            converted = dict(zip(conversions, made, strict=True))
+            self._group(
+                [m._replace(buffer=converted[i].first) if i in converted else m for i, m in enumerate(messages)], on
             )
-            for out, into in itertools.zip_longest(sends, recvs):
-                send, dest = out or (None, -1)
-                recv, source = into or (None, -1)
-                if send is not None and recv is not None and send.dtype is not recv.dtype:
-                    self.one(SendRecv(send, dest, None, -1), None, False, seconds)
-                    self.one(SendRecv(None, -1, recv, source), None, False, seconds)
-                else:
-                    self.one(SendRecv(send, dest, recv, source), None, False, seconds)
 
-    def _converts(self, messages: Sequence[Message]) -> bool:
-        """Whether some of them are of 8-bit floats that their other rank has in another kind: see `float8`."""
-        rank = self._share.rank
-        found = (float8.Float8Conversion.of_message(m.alone, rank) for m in messages)
-        return self._convert is not None and any(found)
-
-    def _group(self, messages: Sequence[Message], stream: object) -> GpuWork:
-        """Enqueue messages, none of which is converted, all under way together. Those to this rank itself match."""
-        handle = self._path.stream(stream, **{f"buf of message {i}": m.buffer for i, m in enumerate(messages)})
+    def _group(self, messages: Sequence[Message], stream: int) -> None:
+        """Enqueue messages, none of which is converted any more. Those to this rank itself match."""
         sends, recvs = ([m for m in messages if m.kind == half] for half in (SEND, RECV))
         key = tuple((m.kind, m.buffer.dtype, m.buffer.count, m.peer) for m in messages)
 
@@ -178,10 +164,9 @@ class GpuMessages:
             notes = [note for m in messages for note in self._share.notes(m.alone)]
             return self._path.bound(plan, what, notes, DType.UINT8, [m.buffer.dtype for m in (*sends, *recvs)])
 
-        self._connect([m.peer for m in messages], handle)
+        self._connect([m.peer for m in messages], stream)
         bound = self._planner.bound("gpu group", key, bind)
-        self._calls.run_group(bound, [m.buffer.ptr for m in (*sends, *recvs)], handle, True)
-        return GpuWork(self._path, [m.buffer for m in messages], _MESSAGE)
+        self._calls.run_group(bound, [m.buffer.ptr for m in (*sends, *recvs)], stream, True)
 
     def _connect(self, peers: Collection[int], stream: int) -> None:
         """Before the first message to or from each: both ways at once, so that two ranks that send first do not wait

@@ -169,7 +169,8 @@ Error instantiate(const Graph* graph, Graph** executable) {
 
 Error launch_graph(const Graph* executable, Stream* stream) {
   static std::atomic<unsigned> launches{0};
-  std::minstd_rand random(static_cast<unsigned>(settings().seed) * 48271u + ++launches);
+  const unsigned device = static_cast<unsigned>(stream->device->physical);  // each in an order of its own
+  std::minstd_rand random(static_cast<unsigned>(settings().seed) * 48271u + 65537u * device + ++launches);
   auto nodes = shuffled(executable->nodes, random);
   return enqueue(stream, "graph", [nodes](Execution& execution) {
     for (const auto& node : nodes) {
