@@ -35,6 +35,7 @@ FOUND = {
         9116168,  # a relay lost a child while its own way was lost, and the store took that for one of its half
         1006658,  # who was behind a relay that is stopped had gone elsewhere, and counted as one of its half, too
         3005734,  # who closed while it went to another store said goodbye to the lost one, and stayed
+        20285787,  # a relay whose way up was lost for good had yet to tell of a child that it lost, and left all open
         1005751,  # who was left behind asked again, and was told who goes on as if it were one of them
     ),
     "vanish": (663, 728),  # a successor passed by one that was about to notice

@@ -29,7 +29,8 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, repeat
 from typing import Any
 
 import numpy as np
@@ -174,7 +175,7 @@ class Plan:
             units, place = names.units, names.place
             src, dst, parts = map(names.numbered, (src, dst, parts))
         op, lane, peer, channel, compressed = columns.fields
-        rows = np.zeros((STEP.size // 4, len(columns)), np.int64)
+        rows = np.zeros((STEP.size // 4, len(op)), np.int64)
         rows[1], rows[2:5], rows[5:8], rows[8], rows[9] = peer, src, dst, columns.ends[:-1], np.diff(columns.ends)
         if columns.locals:
             channel = channel.copy()
@@ -186,7 +187,7 @@ class Plan:
             raise ArgumentError(f"wanted operations, lanes and channels of 0 to 255 in a plan, got lane {lane.max()}")
         rows[0] = op | lane << 8 | channel << 16 | compressed << 24
         head = HEADER.pack(
-            MAGIC, 1 + int(lane.max(initial=-1)), self.collective, len(columns), len(columns.deps), *units,
+            MAGIC, 1 + int(lane.max(initial=-1)), self.collective, len(op), len(columns.deps), *units,
             self.scratch_copies, self.scratch_like, self.apart | self.staged << 1 | self.redundant << 2, self.credits,
             parts.shape[1], place,
         )  # fmt: skip
@@ -260,7 +261,7 @@ def offsets(shares: Sequence[int], units: int, points: Sequence[int], grain: int
 class Builder:
     """Collects steps; `add` returns the index to name in later `deps`."""
 
-    lanes: array[int] = field(default_factory=lambda: array("i"), init=False)  # of each step
+    lanes: array[int] = field(default_factory=partial(array, "i"), init=False)  # of each step
     _waited: dict[tuple[int, int], int] = field(default_factory=dict, init=False)  # by lane and other lane: the last
     # step of the other that the lane has waited for
     _many: list[Columns] = field(default_factory=list, init=False)
@@ -269,10 +270,8 @@ class Builder:
     @property
     def steps(self) -> Sequence[Step]:
         """All of them, so far."""
-        if not self._many:
-            return tuple(self._single)
         self._fold()
-        return Columns.joined(self._many)
+        return Columns.joined(self._many) if self._many else ()
 
     def _fold(self) -> None:
         if self._single:
@@ -331,8 +330,8 @@ class Builder:
         n = next(len(value) for value in values if isinstance(value, np.ndarray))
         first, waits = len(self.lanes), [d for d in deps if d is not None]
         if n < FEW:
-            froms, tos, peers, codes = (_each(value, n) for value in (src, dst, peer, compressed))
-            afters = [_each(d, n) for d in waits]
+            froms, tos, peers, codes = map(_each, (src, dst, peer, compressed), repeat(n))
+            afters = list(map(_each, waits, repeat(n)))
             for i, (a, b, to, code) in enumerate(zip(froms, tos, peers, codes, strict=True)):
                 self.add(op, lane, a, b, to, channel, [d[i] for d in afters if d[i] >= 0], None, code)
             return np.arange(first, first + n)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise, starmap
 from typing import Any, Final, overload
 
 import numpy as np
@@ -179,11 +179,17 @@ class Columns(Sequence[Step]):
         """The columns of any steps."""
         if isinstance(steps, Columns):
             return steps
-        rows = [(s.op, s.lane, s.peer, s.channel, s.compressed, *_row(s.src), *_row(s.dst)) for s in steps]
-        table, locals = _table(rows, 11), {i: step.local for i, step in enumerate(steps) if step.local is not None}
-        deps = [d for step in steps for d in step.deps]
-        ends = np.fromiter(accumulate((len(step.deps) for step in steps), initial=0), np.int64, len(steps) + 1)
-        return cls(table[:5].astype(np.int64), table[5:8], table[8:], np.array(deps, np.int64), ends, locals)
+        rows, deps, ends, locals = [], list[int](), [0], dict[int, Local]()
+        for i, s in enumerate(steps):
+            rows.append((s.op, s.lane, s.peer, s.channel, s.compressed, *_row(s.src), *_row(s.dst)))
+            deps += s.deps
+            ends.append(len(deps))
+            if s.local is not None:
+                locals[i] = s.local
+        table = _table(rows, 11)
+        made = cls(table[:5].astype(np.int64), table[5:8], table[8:], np.array(deps, np.int64), np.array(ends), locals)
+        made._steps = tuple(steps)
+        return made
 
     @classmethod
     def joined(cls, parts: Sequence[Columns]) -> Columns:
@@ -202,6 +208,8 @@ class Columns(Sequence[Step]):
     @cached_property
     def parts(self) -> Numbers:
         """The spans of LOCAL steps, as in `src`, one step's after another's."""
+        if not self.locals:
+            return _NO_SPANS
         return _table([_row(part) for local in self.locals.values() for part in local.parts], 3)
 
     @cached_property
@@ -242,6 +250,7 @@ class Columns(Sequence[Step]):
 
 
 _NONE = np.zeros(1, np.int64)
+_NO_SPANS = np.zeros((3, 0), np.int64)
 _OPS, _BUFS = tuple(Op), tuple(Buf)
 
 
@@ -253,7 +262,7 @@ def _table(rows: Sequence[tuple[int, ...]], width: int) -> Numbers:
     """An array of these columns."""
     pack = struct.Struct(f"{width}q").pack  # of short rows NumPy takes longer
     try:
-        return np.frombuffer(b"".join([pack(*row) for row in rows]), np.int64).reshape(-1, width).T
+        return np.frombuffer(b"".join(starmap(pack, rows)), np.int64).reshape(-1, width).T
     except struct.error:
         return np.array(rows, np.object_).reshape(-1, width).T
 

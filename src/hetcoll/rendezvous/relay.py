@@ -149,6 +149,7 @@ class Relay:
         self._selector.unregister(self._up.sock)
         self._up.sock.close()
         self._dirty.discard(self._up)
+        self._up = None  # it may stay so: then the relay ends, and says no more to the store
         log.info("a relay's way up is lost: %s", spell_error(error))
         self._come(uplink.time_to_return(error), again=True)
         self._resync()

@@ -119,17 +119,21 @@ class Draft(Builder):
         return (self.rank + sign * np.arange(1, self.size)) % self.size
 
     def sends(self, lane: int, src: Many, peer: Ints | int, *, channel: int = 0, after: Afters = ()) -> Ints:
+        """Each `send`, from `src` to `peer`."""
         return self._messages(SEND, lane, src, None, peer, channel, after)
 
     def recvs(self, lane: int, dst: Many, peer: Ints | int, *, channel: int = 0, after: Afters = ()) -> Ints:
+        """Each `recv`, from `peer` to `dst`."""
         return self._messages(RECV, lane, None, dst, peer, channel, after)
 
     def recv_reduces(
         self, lane: int, dst: Many, src: Many, peer: Ints | int, *, channel: int = 0, after: Afters = ()
     ) -> Ints:
+        """Each `recv_reduce`."""
         return self._messages(RECV_REDUCE, lane, src, dst, peer, channel, after)
 
     def copies(self, lane: int, dst: Many, src: Many, *, after: Afters = ()) -> Ints:
+        """Each `copy`."""
         return self.add_many(Op.COPY, lane, src, dst, deps=after)
 
     def roundeds(
