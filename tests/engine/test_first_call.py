@@ -53,8 +53,10 @@ with hetcoll.init() as comm:
 """
 
 
-@parametrize("algorithm", ["", "ring"], first=1)
-def test_a_first_call_takes_a_short_way(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@parametrize(("algorithm", "most"), [("", 145), ("ring", 170)], first=1)
+def test_a_first_call_takes_a_short_way(
+    algorithm: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if algorithm:
         monkeypatch.setenv("HETCOLL_ALGO", algorithm)
     script = tmp_path / "job.py"
@@ -70,5 +72,5 @@ def test_a_first_call_takes_a_short_way(algorithm: str, tmp_path: Path, monkeypa
     assert others == ["plan/algorithms/base.py"], "the tuner enters no other algorithm's file"
     assert not [call for call in calls if call.endswith("<module>")], "what it needs was loaded by init"
     assert len(entered) <= 15, (told, entered)
-    assert len(calls) <= 145, (told, calls)
-    assert changes <= 125, (told, calls)
+    assert len(calls) <= most, (told, calls)
+    assert changes <= most - 20, (told, calls)

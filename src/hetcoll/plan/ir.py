@@ -328,7 +328,10 @@ class Builder:
         stands there for "nothing to wait for"."""
         values = (op, lane, peer, channel, compressed, *_row(src), *_row(dst))
         n = next(len(value) for value in values if isinstance(value, np.ndarray))
-        first, waits = len(self.lanes), [d for d in deps if d is not None]
+        first = len(self.lanes)
+        if n == 0:
+            return np.arange(0)
+        waits = [d for d in deps if d is not None]
         if n < FEW:
             froms, tos, peers, codes = map(_each, (src, dst, peer, compressed), repeat(n))
             afters = list(map(_each, waits, repeat(n)))
