@@ -53,10 +53,8 @@ with hetcoll.init() as comm:
 """
 
 
-@parametrize(("algorithm", "most"), [("", 145), ("ring", 170)], first=1)
-def test_a_first_call_takes_a_short_way(
-    algorithm: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@parametrize("algorithm", ["", "ring"], first=1)
+def test_a_first_call_takes_a_short_way(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if algorithm:
         monkeypatch.setenv("HETCOLL_ALGO", algorithm)
     script = tmp_path / "job.py"
@@ -71,6 +69,6 @@ def test_a_first_call_takes_a_short_way(
     others = [file for file in entered if file.startswith("plan/algorithms/") and file not in story]
     assert others == ["plan/algorithms/base.py"], "the tuner enters no other algorithm's file"
     assert not [call for call in calls if call.endswith("<module>")], "what it needs was loaded by init"
-    assert len(entered) <= 15, (told, entered)
-    assert len(calls) <= most, (told, calls)
-    assert changes <= most - 20, (told, calls)
+    assert len(entered) <= 14, (told, entered)
+    assert len(calls) <= 120, (told, calls)
+    assert changes <= 120, (told, calls)

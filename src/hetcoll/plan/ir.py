@@ -30,15 +30,14 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, repeat
-from typing import Any
+from itertools import accumulate, repeat, starmap
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError
 from ..types import Collective
-from .steps import MOST_NUMBERS, Buf, Columns, Ints, Local, Numbers, Op, Span, Spans, Step
+from .steps import MOST_NUMBERS, Buf, Columns, Ints, Local, Numbers, Op, Span, Spans, Step, row_of
 
 __all__ = [
     "HEADER", "MAGIC", "MOST_UNITS", "P2P_CHANNEL", "SPAN", "STEP", "Buf", "Builder", "Columns", "Local", "Op", "Plan",
@@ -52,7 +51,8 @@ STEP = struct.Struct("<BBBBiiiiiiiIIII")
 SPAN = struct.Struct("<iii")
 MOST_UNITS = 1 << 30  # of a buffer, and of its copies in SCRATCH: kMostUnits in native/plan/plan.cc
 assert (HEADER.size, STEP.size) == (40, 48)  # native/plan/plan.h asserts the same
-_BUFS = tuple(Buf)  # an enum's members are slow to look up
+_NO_SPANS = np.zeros((3, 0), np.int64)
+_ROW = struct.Struct("11q").pack  # of short rows NumPy takes longer
 FEW = 24  # steps: so few are made faster one by one
 Points = tuple[Sequence[int], Sequence[int]]
 """Units of SEND, and of RECV, in rising order: see `Plan.points`."""
@@ -99,7 +99,7 @@ class Plan:
     @property
     def columns(self) -> Columns:
         """The steps in columns."""
-        return Columns.of(self.steps)
+        return self.steps if isinstance(self.steps, Columns) else columns_of(self.steps)
 
     @property
     def lanes(self) -> int:
@@ -109,9 +109,9 @@ class Plan:
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
         """The (peer, channel) pairs that this rank talks over, in either direction."""
-        columns = self.columns
-        talks = columns.peer >= 0
-        return frozenset(zip(columns.peer[talks].tolist(), columns.channel[talks].tolist(), strict=True))
+        _, _, peer, channel, _ = self.columns.fields
+        talks = peer >= 0
+        return frozenset(zip(peer[talks].tolist(), channel[talks].tolist(), strict=True))
 
     def units(self, buf: Buf) -> int:
         """The number of units in `buf`."""
@@ -169,7 +169,7 @@ class Plan:
         offsets of these points (`offsets`).
         """
         units, place, columns = (self.send_units, self.recv_units), self.place, self.columns
-        src, dst, parts = columns.src, columns.dst, columns.parts
+        src, dst, parts = columns.src, columns.dst, columns.parts if columns.locals else _NO_SPANS
         if points is not None:
             names = _Names(self, points)
             units, place = names.units, names.place
@@ -191,14 +191,17 @@ class Plan:
             self.scratch_copies, self.scratch_like, self.apart | self.staged << 1 | self.redundant << 2, self.credits,
             parts.shape[1], place,
         )  # fmt: skip
-        return b"".join([head, *map(_words, (rows.T, columns.deps, parts.T))])
+        return head + _words(rows.T, columns.deps, parts.T)
 
 
-def _words(numbers: Numbers) -> bytes:
+def _words(*arrays: Numbers) -> bytes:
     """As the engine reads them, in 32 bits each."""
-    if numbers.size and not -(1 << 31) <= numbers.min() <= numbers.max() < 1 << 31:
-        raise ArgumentError(f"wanted numbers of 32 bits in a plan, got {numbers.min()} to {numbers.max()}")
-    return numbers.astype("<i4").tobytes()
+    found = b""
+    for numbers in arrays:
+        if numbers.size and not -(1 << 31) <= numbers.min() <= numbers.max() < 1 << 31:
+            raise ArgumentError(f"wanted numbers of 32 bits in a plan, got {numbers.min()} to {numbers.max()}")
+        found += numbers.astype("<i4").tobytes()
+    return found
 
 
 def _wide(plan: Plan, units: Numbers) -> Numbers:
@@ -257,6 +260,27 @@ def offsets(shares: Sequence[int], units: int, points: Sequence[int], grain: int
     return found
 
 
+def columns_of(steps: Sequence[Step]) -> Columns:
+    """The columns of any steps."""
+    rows, deps, ends, locals = [], list[int](), [0], dict[int, Local]()
+    for i, s in enumerate(steps):
+        src, dst = s.src, s.dst
+        froms = (-1, 0, 0) if src is None else (src.buf, src.start, src.count)
+        tos = (-1, 0, 0) if dst is None else (dst.buf, dst.start, dst.count)
+        rows.append((s.op, s.lane, s.peer, s.channel, s.compressed, *froms, *tos))
+        deps += s.deps
+        ends.append(len(deps))
+        if s.local is not None:
+            locals[i] = s.local
+    try:
+        table: Numbers = np.frombuffer(b"".join(starmap(_ROW, rows)), np.int64).reshape(-1, 11).T
+    except struct.error:
+        table = np.array(rows, np.object_).reshape(-1, 11).T
+    made = Columns(table[:5].astype(np.int64), table[5:8], table[8:], np.array(deps, np.int64), np.array(ends), locals)
+    made._steps = tuple(steps)
+    return made
+
+
 @dataclass(slots=True)
 class Builder:
     """Collects steps; `add` returns the index to name in later `deps`."""
@@ -270,12 +294,14 @@ class Builder:
     @property
     def steps(self) -> Sequence[Step]:
         """All of them, so far."""
+        if not self._many:
+            return columns_of(self._single) if self._single else ()
         self._fold()
-        return Columns.joined(self._many) if self._many else ()
+        return Columns.joined(self._many)
 
     def _fold(self) -> None:
         if self._single:
-            self._many.append(Columns.of(self._single))
+            self._many.append(columns_of(self._single))
             self._single = []
 
     def add(
@@ -294,7 +320,7 @@ class Builder:
 
         Deps on the same lane, and on what an earlier step of this lane has waited for, are dropped.
         """
-        kept = self._fresh(lane, deps)
+        kept = self._fresh(lane, deps) if deps else ()
         self._single.append(Step(op, lane, src, dst, peer, channel, kept, local, compressed))
         self.lanes.append(lane)
         return len(self.lanes) - 1
@@ -304,7 +330,7 @@ class Builder:
         lanes = self.lanes
         kept: tuple[int, ...] = ()
         for d in deps:
-            if d is not None and (other := lanes[d]) != lane and d > self._waited.get((lane, other), -1):
+            if d is not None and d >= 0 and (other := lanes[d]) != lane and d > self._waited.get((lane, other), -1):
                 kept += (d,)
         if kept:
             if len(kept) > 1:
@@ -326,25 +352,26 @@ class Builder:
     ) -> Ints:
         """Append steps of one lane, and return their indices. What is an array has a row for each of them; in deps -1
         stands there for "nothing to wait for"."""
-        values = (op, lane, peer, channel, compressed, *_row(src), *_row(dst))
-        n = next(len(value) for value in values if isinstance(value, np.ndarray))
-        first = len(self.lanes)
-        if n == 0:
-            return np.arange(0)
-        waits = [d for d in deps if d is not None]
+        froms, tos = 0 if src is None else src.start, 0 if dst is None else dst.start
+        n, first = np.broadcast(peer, compressed, froms, tos).size, len(self.lanes)
         if n < FEW:
-            froms, tos, peers, codes = map(_each, (src, dst, peer, compressed), repeat(n))
-            afters = list(map(_each, waits, repeat(n)))
-            for i, (a, b, to, code) in enumerate(zip(froms, tos, peers, codes, strict=True)):
-                self.add(op, lane, a, b, to, channel, [d[i] for d in afters if d[i] >= 0], None, code)
+            waits = [np.broadcast_to(d, n).tolist() for d in deps if d is not None]
+            sources = src.each(n) if isinstance(src, Spans) else repeat(src, n)
+            targets = dst.each(n) if isinstance(dst, Spans) else repeat(dst, n)
+            peers, codes = np.broadcast_to(peer, n).tolist(), np.broadcast_to(compressed, n).tolist()
+            afters = zip(*waits, strict=True) if waits else repeat((), n)
+            for a, b, to, after, code in zip(sources, targets, peers, afters, codes, strict=True):
+                self.add(op, lane, a, b, to, channel, after, None, code)
             return np.arange(first, first + n)
+        values = (op, lane, peer, channel, compressed, *row_of(src), *row_of(dst))
+        given = [d for d in deps if d is not None]
         wide = any(isinstance(value, np.ndarray) and value.dtype == np.object_ for value in values)
         table: Numbers = np.empty((len(values), n), np.object_ if wide else np.int64)
         for at, value in enumerate(values):
             table[at] = value
         self._fold()
         self._many.append(
-            Columns(table[:5].astype(np.int64, copy=False), table[5:8], table[8:], *self._waits(lane, n, waits), {})
+            Columns(table[:5].astype(np.int64, copy=False), table[5:8], table[8:], *self._waits(lane, n, given), {})
         )
         self.lanes.extend(array("i", [lane]) * n)
         return np.arange(first, first + n)
@@ -370,17 +397,3 @@ class Builder:
         left[:, 1:] &= rows[:, 1:] != rows[:, :-1]
         np.cumsum(left.sum(axis=1), out=ends[1:])
         return rows[left], ends
-
-
-def _each(value: Any, n: int) -> list[Any]:
-    """What each of `n` steps has of it."""
-    if isinstance(value, Spans):
-        return [
-            Span(_BUFS[buf], start, count)
-            for buf, start, count in zip(*(_each(x, n) for x in _row(value)), strict=True)
-        ]
-    return value.tolist() if isinstance(value, np.ndarray) else [value] * n
-
-
-def _row(spans: Spans | Span | None) -> tuple[Numbers | int, ...]:
-    return (-1, 0, 0) if spans is None else (spans.buf, spans.start, spans.count)

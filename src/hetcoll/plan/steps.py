@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise, starmap
-from typing import Any, Final, overload
+from typing import Any, ClassVar, Final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,10 +147,16 @@ class Spans:
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Spans:
         """These spans."""
-        buf, start, count = _table([_row(span) for span in spans], 3)
+        buf, start, count = _table([row_of(span) for span in spans], 3)
         return cls(buf.astype(np.int64), start, count)
 
+    def each(self, n: int) -> list[Span]:
+        """Those of `n` steps."""
+        columns = (np.broadcast_to(x, n).tolist() for x in (self.buf, self.start, self.count))
+        return [Span(_BUFS[buf], start, count) for buf, start, count in zip(*columns, strict=True)]
 
+
+@dataclass(eq=False)
 class Columns(Sequence[Step]):
     """Steps, and what each has in the same row of an array.
 
@@ -166,36 +172,30 @@ class Columns(Sequence[Step]):
         By step.
     """
 
-    PEER = 2  # the row of `fields`
+    PEER: ClassVar = 2  # the row of `fields`
 
-    def __init__(
-        self, fields: Ints, src: Numbers, dst: Numbers, deps: Ints, ends: Ints, locals: dict[int, Local]
-    ) -> None:
-        self.fields, self.src, self.dst, self.deps, self.ends, self.locals = fields, src, dst, deps, ends, locals
-        self.op, self.lane, self.peer, self.channel, self.compressed = fields
+    fields: Ints
+    src: Numbers
+    dst: Numbers
+    deps: Ints
+    ends: Ints
+    locals: dict[int, Local]
 
-    @classmethod
-    def of(cls, steps: Sequence[Step]) -> Columns:
-        """The columns of any steps."""
-        if isinstance(steps, Columns):
-            return steps
-        rows, deps, ends, locals = [], list[int](), [0], dict[int, Local]()
-        for i, s in enumerate(steps):
-            rows.append((s.op, s.lane, s.peer, s.channel, s.compressed, *_row(s.src), *_row(s.dst)))
-            deps += s.deps
-            ends.append(len(deps))
-            if s.local is not None:
-                locals[i] = s.local
-        table = _table(rows, 11)
-        made = cls(table[:5].astype(np.int64), table[5:8], table[8:], np.array(deps, np.int64), np.array(ends), locals)
-        made._steps = tuple(steps)
-        return made
+    @property
+    def lane(self) -> Ints:
+        """Of each step."""
+        lane: Ints = self.fields[1]
+        return lane
+
+    @property
+    def peer(self) -> Ints:
+        """Of each step."""
+        peer: Ints = self.fields[self.PEER]
+        return peer
 
     @classmethod
     def joined(cls, parts: Sequence[Columns]) -> Columns:
         """The steps of all parts; their deps are numbers of steps of the whole already."""
-        if len(parts) == 1:
-            return parts[0]
         steps, waits, ends, locals = 0, 0, [_NONE], dict[int, Local]()
         for part in parts:
             ends.append(part.ends[1:] + waits)
@@ -208,9 +208,7 @@ class Columns(Sequence[Step]):
     @cached_property
     def parts(self) -> Numbers:
         """The spans of LOCAL steps, as in `src`, one step's after another's."""
-        if not self.locals:
-            return _NO_SPANS
-        return _table([_row(part) for local in self.locals.values() for part in local.parts], 3)
+        return _table([row_of(part) for local in self.locals.values() for part in local.parts], 3)
 
     @cached_property
     def _steps(self) -> tuple[Step, ...]:
@@ -230,7 +228,7 @@ class Columns(Sequence[Step]):
         )
 
     def __len__(self) -> int:
-        return len(self.op)
+        return len(self.fields[0])
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self._steps)
@@ -250,11 +248,11 @@ class Columns(Sequence[Step]):
 
 
 _NONE = np.zeros(1, np.int64)
-_NO_SPANS = np.zeros((3, 0), np.int64)
-_OPS, _BUFS = tuple(Op), tuple(Buf)
+_OPS, _BUFS = tuple(Op), tuple(Buf)  # an enum's members are slow to look up
 
 
-def _row(span: Span | None) -> tuple[int, int, int]:
+def row_of(span: Spans | Span | None) -> tuple[Any, Any, Any]:
+    """Buffer, start and count, as in `Columns`."""
     return (-1, 0, 0) if span is None else (span.buf, span.start, span.count)
 
 

@@ -120,17 +120,20 @@ class Draft(Builder):
 
     def sends(self, lane: int, src: Many, peer: Ints | int, *, channel: int = 0, after: Afters = ()) -> Ints:
         """Each `send`, from `src` to `peer`."""
-        return self._messages(SEND, lane, src, None, peer, channel, after)
+        codes = np.isin(peer, [*self.slow]) if self.slow else False
+        return self.add_many(SEND, lane, src, None, peer, channel, after, codes)
 
     def recvs(self, lane: int, dst: Many, peer: Ints | int, *, channel: int = 0, after: Afters = ()) -> Ints:
         """Each `recv`, from `peer` to `dst`."""
-        return self._messages(RECV, lane, None, dst, peer, channel, after)
+        codes = np.isin(peer, [*self.slow]) if self.slow else False
+        return self.add_many(RECV, lane, None, dst, peer, channel, after, codes)
 
     def recv_reduces(
         self, lane: int, dst: Many, src: Many, peer: Ints | int, *, channel: int = 0, after: Afters = ()
     ) -> Ints:
         """Each `recv_reduce`."""
-        return self._messages(RECV_REDUCE, lane, src, dst, peer, channel, after)
+        codes = np.isin(peer, [*self.slow]) if self.slow else False
+        return self.add_many(RECV_REDUCE, lane, src, dst, peer, channel, after, codes)
 
     def copies(self, lane: int, dst: Many, src: Many, *, after: Afters = ()) -> Ints:
         """Each `copy`."""
@@ -147,12 +150,6 @@ class Draft(Builder):
         froms, tos = (Spans(each.buf, src.start[far], size[far]) for each in (src, dst))
         ready[far] = self.add_many(Op.ROUND, lane, froms, tos, deps=[step])
         return Spans(np.where(far, dst.buf, src.buf), src.start, src.count), ready
-
-    def _messages(
-        self, op: Op, lane: int, src: Many | None, dst: Many | None, peer: Ints | int, channel: int, after: Afters
-    ) -> Ints:
-        compressed = np.isin(peer, [*self.slow]) if self.slow else False
-        return self.add_many(op, lane, src, dst, peer, channel, after, compressed)
 
     def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
         """Copy `src` to `dst`, which may be the same memory: then nothing is moved."""

@@ -20,9 +20,11 @@ def _reduce_phase(p: Draft, partial: Callable[[int], Span], result: Span) -> int
     n, r = p.size, p.rank
     left, right = (r - 1) % n, (r + 1) % n
     p.send(0, inp(left), right)
-    got = (r - np.arange(2, n)) % n
-    grown = p.recv_reduces(1, each(partial, got), each(inp, got), left)
-    p.sends(0, each(partial, got), right, after=[grown])
+    if n > 2:
+        got = (r - np.arange(2, n)) % n
+        sums = each(partial, got)
+        grown = p.recv_reduces(1, sums, each(inp, got), left)
+        p.sends(0, sums, right, after=[grown])
     return p.recv_reduce(1, result, inp(r), left)
 
 
@@ -31,9 +33,10 @@ def _gather_phase(p: Draft, own: Span, ready: int | None, *, lane: int, channel:
     n, r = p.size, p.rank
     left, right = (r - 1) % n, (r + 1) % n
     p.send(lane, own, right, channel=channel, after=[ready])
-    got = each(out, (r - np.arange(1, n - 1)) % n)
-    came = p.recvs(lane + 1, got, left, channel=channel)
-    p.sends(lane, got, right, channel=channel, after=[came])
+    if n > 2:
+        got = each(out, (r - np.arange(1, n - 1)) % n)
+        came = p.recvs(lane + 1, got, left, channel=channel)
+        p.sends(lane, got, right, channel=channel, after=[came])
     p.recv(lane + 1, out(right), left, channel=channel)
 
 
