@@ -176,12 +176,7 @@ class Kernel:
         if seconds is not None:
             due = self.now + seconds if seconds > 0 else self.now
             heappush(self._events, (due, next(self._order), self._expire, (task, token)))
-        following = self._pick()
-        if following is not task:
-            self._pass_to(following)
-            task.baton.acquire()
-        if task.process.dead:
-            raise Killed
+        self._hand_on(task)
         for queue in queues:
             queue.pop(task, None)
         return not task.late
@@ -189,9 +184,7 @@ class Kernel:
     def wake(self, queue: Queue) -> None:
         """All who wait there look again."""
         for task in queue:
-            if task.waits and not task.done:
-                task.waits = False
-                self.ready.append(task)
+            self.make_ready(task)
 
     def make_ready(self, task: Task) -> None:
         if task.waits and not task.done:
