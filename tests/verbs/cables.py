@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
+from faults import Progress
 from guest import kernel_module
 from ranks import PATIENCE, Ranks, wait_until
 
@@ -68,6 +69,19 @@ def all_plugged() -> None:
     for number in range(4):
         plug(f"veth{number}")
     wait_until(lambda: all(_usable(f"rxe{number}") for number in range(4)), 30)
+
+
+def cut_and_mend(*cables: str, shows: str) -> Callable[[Progress], None]:
+    """What happens to ranks: these cables are cut, until a counter `shows` it, and plugged in until rails are back."""
+
+    def happens(progress: Progress) -> None:
+        for cable in cables:
+            unplug(cable)
+        progress.until(lambda counters: counters[shows] > 0)
+        all_plugged()
+        progress.until(lambda counters: counters["recovered_rails"] > 0)
+
+    return happens
 
 
 def _usable(device: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cables import all_plugged, allow_resets, hardware, kernel_objects, netem, plug, unplug, verbs
+from cables import all_plugged, allow_resets, cut_and_mend, hardware, kernel_objects, netem, plug, unplug, verbs
 from faults import COUNT, PROMPT, Launch, Progress, add_up, add_up_until, in_the_middle, told
 from ranks import Ranks, wait_until
 
@@ -101,13 +101,9 @@ def test_control_sockets_are_reset(launch: Launch) -> None:
     """In the handshake, and while both ends agree over them on how a rail comes back. The rails go on."""
     allow_resets()
 
-    def cut_and_mend(progress: Progress) -> None:
-        unplug("veth2")
-        progress.until(lambda counters: counters["lost_rails"] > 0)
-        all_plugged()
-        progress.until(lambda counters: counters["recovered_rails"] > 0)
-
-    for counters, text in run_while(verbs(launch, 2, HETCOLL_FAULT="reset=100", **PROMPT), cut_and_mend):
+    for counters, text in run_while(
+        verbs(launch, 2, HETCOLL_FAULT="reset=100", **PROMPT), cut_and_mend("veth2", shows="lost_rails")
+    ):
         assert counters["tcp_reconnects"] > 0, counters
         assert counters["links_over_tcp"] == 0, text
 

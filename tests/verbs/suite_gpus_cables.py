@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import fakes
 import numpy as np
 import pytest
-from cables import all_plugged, allow_resets, plug, unplug
+from cables import all_plugged, allow_resets, cut_and_mend, plug, unplug
 from faults import Progress, in_the_middle
 from gpu_calls import device_of_rank
 from gpus import PROMPT, Launch, check, direct, sealed, told
@@ -119,15 +119,7 @@ def exchanged(comm: hetcoll.Communicator, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("cables", "shows"), [(["veth2"], "lost_rails"), (["veth1", "veth2"], "tcp_bytes")])
 def test_cables_under_windows_are_cut(launch: Launch, cables: list[str], shows: str) -> None:
     """One, or all, and mended."""
-
-    def cut(progress: Progress) -> None:
-        for cable in cables:
-            unplug(cable)
-        progress.until(lambda counters: counters[shows] > 0)
-        all_plugged()
-        progress.until(lambda counters: counters["recovered_rails"] > 0)
-
-    for outcome in in_the_middle(direct(launch, "na", **PROMPT), cut, exchanged):
+    for outcome in in_the_middle(direct(launch, "na", **PROMPT), cut_and_mend(*cables, shows=shows), exchanged):
         assert outcome.error is None, outcome.trace
 
 

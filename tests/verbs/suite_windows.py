@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cables import all_plugged, unplug, verbs
-from faults import PROMPT, Progress, in_the_middle
+from cables import all_plugged, cut_and_mend, verbs
+from faults import PROMPT, in_the_middle
 from ranks import Ranks, elapsed, wait_until
 from window_moves import FEW, PIECE, PIECES, moved
 
@@ -96,15 +96,7 @@ def exchanged(comm: hetcoll.Communicator, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("cables", "shows"), [(["veth2"], "lost_rails"), (["veth1", "veth2"], "tcp_bytes")])
 def test_cables_are_cut(launch: Launch, cables: list[str], shows: str) -> None:
     """One, or all."""
-
-    def cut(progress: Progress) -> None:
-        for cable in cables:
-            unplug(cable)
-        progress.until(lambda counters: counters[shows] > 0)
-        all_plugged()
-        progress.until(lambda counters: counters["recovered_rails"] > 0)
-
-    for outcome in in_the_middle(verbs(launch, 2, **PROMPT), cut, exchanged):
+    for outcome in in_the_middle(verbs(launch, 2, **PROMPT), cut_and_mend(*cables, shows=shows), exchanged):
         assert outcome.error is None, outcome.trace
 
 
