@@ -98,6 +98,7 @@ def commands(
         own = {"RANK": str(rank), "LOCAL_RANK": str(hosts[:rank].count(place.host)),
                "LOCAL_WORLD_SIZE": str(hosts.count(place.host))}  # fmt: skip
         own |= {"HETCOLL_HOST_ID": place.host_id} if place.host_id else {}
+        own |= {"NCCL_HOSTID": place.host} if place.host else {}  # else NCCL takes all namespaces for one host
         where = ["ip", "netns", "exec", place.host] if place.host else []
         made.append(([*where, *told], {**common, **own, **place.environment(devices), **env}))
     return made

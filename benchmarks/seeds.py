@@ -241,7 +241,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="of halves: samples of a rank in a step (default: the model's)")
     parser.add_argument("--pieces", type=int, default=1, help="of halves: into how many a rank's samples are cut")
     parser.add_argument("--only", type=int, nargs="+", help="rows of forwarding, from 0")
-    parser.add_argument("--way", help="of training: ddp, fsdp2, balanced")
+    parser.add_argument("--way", help="of halves: ddp, fsdp2, balanced, pipeline, overlapped")
     parser.add_argument("--rate", default="10gbit", help="of each card, in tc's words (default 10gbit)")
     parser.add_argument(
         "--peers", nargs="*", default=["Gloo", "Open MPI", "Open MPI UCX"], help="of latency; Gloo of collectives"

@@ -16,6 +16,7 @@ from shaped import shaped
 from shapes import SHAPES, Shape
 from training import FEW, TOLERANCE, Job, losses_of_one
 
+PIPELINES = ("pipeline", "overlapped")  # training_ways.py
 SLEEP = {"HETCOLL_SPIN_US": os.environ.get("HETCOLL_SPIN_US", "0")}  # hosts that are namespaces share the cores
 
 
@@ -82,7 +83,9 @@ def halves(args: argparse.Namespace, home: Path) -> Found:
                 job = Job(name, "hetcoll", those, home / f"{model}-{name}", env, seconds=args.seconds)
                 stack.callback(job.close)
                 jobs[name] = job, shapes[name]
-            seconds, losses = train(jobs, way, args, pieces=args.pieces)
+            # Both halves are a pipeline of two stages, as each half is: its ranks share batches.
+            cut = {"stages": 2, "samples": shape.batch // args.pieces} if way in PIPELINES else {"pieces": args.pieces}
+            seconds, losses = train(jobs, way, args, **cut)
         rate = {name: shapes[name].batch * shape.length / each for name, each in seconds.items()}
         total = rate["first"] + rate["second"]
         off = max(

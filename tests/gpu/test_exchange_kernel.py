@@ -71,7 +71,7 @@ class RankOfRings:
     def __getattr__(self, name: str) -> Callable[..., hetcoll.Work]:
         def call(*args: Any, async_op: bool) -> hetcoll.Work:
             made: calls.Call = getattr(calls, name)(self.rank, self.size, *args)
-            chosen = one_kernel.choose(made.collective, made.nbytes, self.size)
+            chosen = one_kernel.choose(made.collective, made.nbytes, self.size, self.size)
             assert chosen is not None, f"{made.describe()} is no kernel"
             bound: Any = self._kernel.bind(made, chosen)
             buffers = struct.pack("QQ", *(0 if buffer is None else buffer.ptr for buffer in (made.recv, made.send)))
@@ -96,7 +96,13 @@ def run(machine: PlainMachine, size: int, cases: list[Case], often: float) -> No
 
         run_sequence(RankOfRings(rings, rank, pause), [(case, False) for case in cases])  # type: ignore[arg-type]
 
-    limits: Any = {"SMALL": 0, "ONE_SHOT": 1 << 12, "MOST_MOVED": 1 << 30, "MOST_ONE_SHOT": 1 << 30}
+    limits: Any = {
+        "SMALL": 0,
+        "ONE_SHOT": 1 << 12,
+        "MOST_MOVED": 1 << 30,
+        "MOST_ALONE": 1 << 30,
+        "MOST_ONE_SHOT": 1 << 30,
+    }
     with unittest.mock.patch.multiple(one_kernel, **limits), ThreadPoolExecutor(size) as threads:
         try:
             for ended in as_completed([threads.submit(on, rank) for rank in range(size)], DEADLINE):

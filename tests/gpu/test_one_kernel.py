@@ -99,7 +99,7 @@ def in_a_row(comm: hetcoll.Communicator, cases: list[Case], often: float) -> Non
         if dice.random() < often:
             time.sleep(dice.random() * 0.01)
 
-    with unittest.mock.patch.multiple(one_kernel, MOST_MOVED=1 << 30, MOST_ONE_SHOT=1 << 30):
+    with unittest.mock.patch.multiple(one_kernel, MOST_MOVED=1 << 30, MOST_ALONE=1 << 30, MOST_ONE_SHOT=1 << 30):
         run_sequence(InARow(comm, device, streams, pause), [(case, True) for case in cases])  # type: ignore[arg-type]
     for stream in streams:
         device.destroy_stream(stream)

@@ -102,13 +102,21 @@ def test_one_kernel_moves_what_it_writes_and_reads() -> None:
     cluster = host("0|1|2|3")
     kind = cluster.kinds[0]
     assert "kernel" in candidates(cluster, AR)
-    assert choose(AR, 2 * MIB, 4) == "exchange"
+    assert choose(AR, 2 * MIB, 4, 4) == "exchange"
     assert moves(AR, 2 * MIB, 4, 0) == (2, 2.5 * MIB, 3 * MIB)
     wanted = kind.kernel + 2 * kind.chunk + 5.5 * MIB / kind.pcie
     assert seconds(cluster, "kernel", 2 * MIB) == pytest.approx(wanted, rel=1e-6)
     with pytest.raises(ArgumentError, match="wanted one host, of 2 to 16 GPUs that no library joins"):
         forecast(host("0,1"), AR, "kernel")
     assert "kernel" not in candidates(host("0,1"), AR)
+
+
+def test_one_kernel_does_more_where_copies_would_begin_for_each_peer() -> None:
+    """Of what a rank reads: 3 MiB where four and more are islands, 1 MiB where a library gathers for several ranks."""
+    for size, islands, most_read in ((2, 2, 1), (3, 3, 1), (4, 4, 3), (8, 8, 3), (4, 2, 1), (4, 3, 1)):
+        most = most_read * MIB // (size - 1) * size
+        assert choose(Collective.ALLGATHER, most, size, islands) == "gather"
+        assert choose(Collective.ALLGATHER, most + size, size, islands) is None
 
 
 @pytest.mark.parametrize(
@@ -133,8 +141,8 @@ def test_who_gives_writes_and_who_takes_waits_and_reads(
     parts = [cluster.kinds[0].kernel + each[0] * cluster.kinds[0].chunk for each in (root, other)]
     assert seconds(cluster, "kernel", 8, kind) == pytest.approx(max(parts), rel=0.01)
     largest = int(MIB / max(*root[1:], *other[1:]))
-    assert choose(kind, largest, 4) == ("exchange" if "reduce" in kind.label else "gather")
-    assert choose(kind, largest + 4, 4) is None
+    assert choose(kind, largest, 4, 2) == ("exchange" if "reduce" in kind.label else "gather")
+    assert choose(kind, largest + 4, 4, 2) is None
 
 
 def test_one_island_is_one_call_of_the_library() -> None:

@@ -15,6 +15,7 @@ from reference import Case
 
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.plan import one_kernel
 from hetcoll.types import OCP_OF, ROOTED, Collective, DType, ReduceOp, supports
 from hetcoll.vendors.devices.base import Device
 
@@ -57,7 +58,8 @@ def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
         op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
         dtype, itemsize = (("float32", 4), ("bfloat16", 2), ("int64", 8))[turn % 3]
         if kind in BY_KERNEL and count > 50_000:  # so that a rank reads more than one kernel does
-            count += (1 << 20) // (itemsize * (1 if kind == "broadcast" else size - 1))
+            most = one_kernel.MOST_ALONE if size > 3 else one_kernel.MOST_MOVED
+            count += most // (itemsize * (1 if kind == "broadcast" else size - 1))
         yield Case(kind, dtype, count, op, turn % size, inplace, seed=turn)
 
 

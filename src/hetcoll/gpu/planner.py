@@ -166,7 +166,7 @@ class GpuPlanner:
         if place is not None:
             return Choice(Mechanism.PULLS, place)
         if not self._why_no_kernel(call):
-            return Choice(Mechanism.KERNEL, name=one_kernel.choose(call.collective, call.nbytes, self._size) or "")
+            return Choice(Mechanism.KERNEL, name=self._kernel(call) or "")
         return self._plan(call)
 
     def _plan(self, call: Call) -> Choice:
@@ -210,13 +210,16 @@ class GpuPlanner:
             return "none compresses"
         if self._planner.ordered and kind in REDUCING and call.dtype in FLOATS and call.dtype.itemsize < 4:
             return "reproducible, and it rounds sums once, not after each addition"
-        if one_kernel.choose(kind, call.nbytes, self._size) is not None:
+        if self._kernel(call) is not None:
             return ""
         if kind not in one_kernel.BY_KERNEL:
             return f"none does {kind.label}"
         if not 1 < self._size <= one_kernel.MOST_RANKS:
             return f"wanted 2 to {one_kernel.MOST_RANKS} ranks"
         return "copies are faster" if call.nbytes else "there is nothing to move"
+
+    def _kernel(self, call: Call) -> str | None:
+        return one_kernel.choose(call.collective, call.nbytes, self._size, len(self._islands.islands))
 
     def _named(self, collective: Collective) -> bool:
         """Whether HETCOLL_ALGO takes it from the library that serves all ranks."""

@@ -16,6 +16,7 @@ MOST_RANKS = 16
 SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
 ONE_SHOT, MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to which each reduces all; of two or three
 MOST_MOVED = 1 << 20  # bytes that a rank of another collective reads, or writes
+MOST_ALONE = 3 << 20  # likewise of four and more, each of which is an island
 _MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond ONE_SHOT
 BY_KERNEL = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER}) | CUT | FROM_ROOT | TO_ROOT
 
@@ -47,13 +48,16 @@ def way(collective: Collective, size: int, rank: int, root: int) -> Way:
     return Way(takes, rank in sources and takers != {rank}, collective in CUT)
 
 
-def choose(collective: Collective, nbytes: int, size: int) -> str | None:
-    """Which kernel does it among `size` GPUs; None where copies are faster, or none can. `nbytes`: of all parts."""
+def choose(collective: Collective, nbytes: int, size: int, islands: int) -> str | None:
+    """Which kernel does it among `size` GPUs of so many islands; None where copies are faster, or none can.
+
+    `nbytes` are those of all parts.
+    """
     if collective not in BY_KERNEL or nbytes == 0 or not 1 < size <= MOST_RANKS:
         return None
     if collective is Collective.ALLREDUCE and nbytes <= SMALL:
         return "oneshot"
-    most = MOST_MOVED
+    most = MOST_ALONE if islands == size > 3 else MOST_MOVED  # copies begin once for each peer in another island
     if collective is Collective.ALLREDUCE:
         most = _MOST_TWO_SHOT if two_shot(nbytes, size) else MOST_ONE_SHOT
     if max(max(moves(collective, nbytes, size, rank)[1:]) for rank in range(size)) > most:
