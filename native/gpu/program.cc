@@ -23,7 +23,7 @@ struct Touch {
 class Compiler {
  public:
   Compiler(DeviceProgram& program, const BoundPlan& plan, bool one_signal_lane)
-      : program_(program), plan_(plan), grants_(one_signal_lane ? kSignalLane : kGrantLane) {}
+      : program_(program), plan_(plan), one_signal_lane_(one_signal_lane) {}
 
   // What comes next is of a step of this level.
   void Begin(std::uint32_t level) {
@@ -65,7 +65,7 @@ class Compiler {
           Touches(lane, std::array{Read(src, s.len), Write(dst, s.len)});
           Add({.step = DeviceStep::kWaitReady, .stream = lane, .edge = edge});
           Add({.step = DeviceStep::kReduceIn, .stream = lane, .edge = edge, .dst = dst, .src = src, .n = s.len});
-          return Signal(DeviceStep::kGrant, grants_, lane, edge);
+          return Grant(lane, edge);
         }
         const Place staged{Area::kStaging, slot_bytes * (stagings_++ % kStagedMessages)};
         Receive(staged, s.len, edge);
@@ -138,7 +138,8 @@ class Compiler {
     Touches(lane, std::array{Read(src, n)});
     Add({.step = DeviceStep::kWaitCredit, .stream = lane, .edge = edge});
     Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = n});
-    Signal(DeviceStep::kPublish, kSignalLane, lane, edge);
+    Done(lane);
+    Signal(DeviceStep::kPublish, one_signal_lane_ ? kSignalLane : kReadyLane, lane, edge);
   }
 
   void Receive(const Place& dst, std::size_t n, std::uint16_t edge) {
@@ -146,7 +147,7 @@ class Compiler {
     Touches(lane, std::array{Write(dst, n)});
     Add({.step = DeviceStep::kWaitReady, .stream = lane, .edge = edge});
     Add({.step = DeviceStep::kCopyIn, .stream = lane, .edge = edge, .dst = dst, .n = n});
-    Signal(DeviceStep::kGrant, grants_, lane, edge);
+    Grant(lane, edge);
   }
 
   // SEND and RECV may be the same memory: then the smaller is this rank's part of the larger.
@@ -203,11 +204,16 @@ class Compiler {
     program_.used[action.stream] = true;
   }
 
-  // What was copied on `stream` is over: says so on the lane of such signals.
+  // What was done on `stream` is over: says so on the lane of such signals.
   void Signal(DeviceStep step, std::uint8_t signals, std::uint8_t stream, std::uint16_t edge) {
-    Done(stream);
     Follow(signals, stream, position_[stream]);
     Add({.step = step, .stream = signals, .edge = edge});
+  }
+
+  void Grant(std::uint8_t stream, std::uint16_t edge) {
+    Done(stream);
+    if (one_signal_lane_) return Signal(DeviceStep::kGrant, kSignalLane, stream, edge);
+    Add({.step = DeviceStep::kGrant, .stream = stream, .edge = edge});
   }
 
   // A place where others may wait for what `stream` has done so far; dropped at the end where nobody does.
@@ -229,7 +235,7 @@ class Compiler {
 
   DeviceProgram& program_;
   const BoundPlan& plan_;
-  const std::uint8_t grants_;  // the lane that says that slots are empty
+  const bool one_signal_lane_;
   unsigned stagings_ = 0;
   unsigned sends_ = 0;
   unsigned receives_ = 0;

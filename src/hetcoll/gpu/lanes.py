@@ -10,6 +10,8 @@ import hetcoll._native as _native
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
 
+_ENGINE_BYTES = 1 << 20  # a copy of much less goes to the GPU with the command itself
+
 
 class Lanes:
     """Of one queue, or of all that graphs have captured of it. `streams` are its lanes', of this `priority`; `staging`
@@ -24,7 +26,19 @@ class Lanes:
                 undo.callback(device.destroy_stream, self.streams[-1])
             self.staging = device.allocate(_native.STAGED_MESSAGES * slot_bytes)
             undo.callback(device.free, self.staging)
+            self._give_to_engine(
+                self.streams[_native.READY_LANE], min(_ENGINE_BYTES, _native.STAGED_MESSAGES * slot_bytes)
+            )
             self._undo = undo.pop_all()
+
+    def _give_to_engine(self, stream: int, nbytes: int) -> None:
+        """Have the driver run what comes on it at a copy engine: see `DeviceLane` in native/gpu/queue.h."""
+        host = self._device.allocate_host(nbytes)
+        try:
+            self._device.copy(self.staging, host, nbytes, stream)
+            self._device.synchronize(stream)
+        finally:
+            self._device.free_host(host)
 
     def scratch(self, nbytes: int) -> int | None:
         """New scratch memory for plans that need so much, at least twice as much as before; None where what there is
