@@ -1,4 +1,4 @@
-"""The throughput form among GPUs that see each other's memory: kernels find the routes, the host waits for counts."""
+"""The throughput form among the GPUs of a host: kernels find the routes, the host waits for counts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class ByKernels:
         assert here is not None, "the stream is not captured"
         found = bytes_of(here).view(np.int32 if kind.itemsize == 4 else np.int64).tolist()
         received = like(call.x, (sum(found), self._sizes.wire.hidden))
-        self._kernels.spread(read_buffer(received, "received", writable=True), table, on)
+        into, sent = read_buffer(received, "received", writable=True), (call.source, call.named, len(call.ids))
+        self._kernels.spread(*sent, into, table, call.number, on, timeout)
         return received, counts, found, (kept, table)
 
     def combine(
