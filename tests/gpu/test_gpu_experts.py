@@ -326,9 +326,9 @@ def lose(comm: hetcoll.Communicator, form: Any) -> None:
     assert caught.value.rank == 1
 
 
-@pytest.mark.parametrize("form", [shared, shared_few])
-def test_a_rank_dies_and_no_gpu_waits_for_it(placed: Start, form: Any) -> None:
-    ranks = placed("nn")
+@pytest.mark.parametrize(("kinds", "form"), [("nn", shared), ("na", shared_few)])
+def test_a_rank_dies_and_no_gpu_waits_for_it(placed: Start, kinds: str, form: Any) -> None:
+    ranks = placed(kinds)
     ranks.start(lose, form)
     found = ranks.finish(SECONDS)
     ranks.kill(1)
