@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -19,11 +20,13 @@ from ranks import Ranks
 from thorough import parametrize
 
 import hetcoll
-from hetcoll import ArgumentError, BufferTypeError, CollectiveMismatchError, PeerLostError
+from hetcoll import ArgumentError, BufferTypeError, CollectiveMismatchError, DeviceError, PeerLostError
 from hetcoll.experts import Experts
 from hetcoll.experts.by_kernels import ByKernels
 from hetcoll.experts.by_windows import ByWindows
+from hetcoll.experts.token_kernels import TokenKernels
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.mapped import MappedMemory
 from hetcoll.gpu.pinned import Pinned
 
 Start = Callable[..., Ranks]
@@ -67,28 +70,51 @@ def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool,
     run()
 
 
-def on_little(comm: hetcoll.Communicator, case: Case, hidden: int, nbytes: int, form: Any) -> tuple[int, int]:
-    """The same with so many bytes of pinned memory: in how many rounds either form goes; 0: otherwise."""
-    with mock.patch.object(Pinned, "windows", nbytes):
-        on_own(comm, case, "bfloat16", True, hidden, form)
-    found = shared(comm, "bfloat16", True, hidden)._way
-    few: Any = shared_few(comm, "bfloat16", True, hidden)._few
-    return (
-        len(found._kernels._firsts) if isinstance(found, ByKernels) else 0,
-        len(few._kernels._firsts) if few is not None and few.direct else 0,
-    )
+class Little(NamedTuple):
+    """What the host's memory has for tokens of so many elements: bytes that may be pinned; whether rank 1's driver
+    refuses them. In how many rounds as many tokens go as may be; 0: otherwise, as between hosts."""
+
+    hidden: int
+    nbytes: int
+    refused: bool
+    rounds: int
 
 
-@pytest.mark.parametrize(("hidden", "nbytes", "rounds"), [(3 * HIDDEN, 9600, 5), (5 * HIDDEN, 0, 0)])
-def test_rounds_where_little_may_be_pinned(whole: Start, hidden: int, nbytes: int, rounds: int) -> None:
+def on_little(comm: hetcoll.Communicator, case: Case, little: Little) -> None:
+    """Both forms, the low-latency one first."""
+    rows = max(map(len, case.ids))
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(mock.patch.object(Pinned, "windows", little.nbytes))
+        if little.refused and comm.rank == 1:
+            undo.enter_context(mock.patch.object(MappedMemory, "__init__", side_effect=DeviceError("no")))
+        on_own(comm, case, "bfloat16", True, little.hidden, check_few)
+        offers = undo.enter_context(
+            mock.patch.object(TokenKernels, "_offer", autospec=True, side_effect=TokenKernels._offer)
+        )
+        on_own(comm, case, "bfloat16", True, little.hidden, check)
+    way, few = (form(comm, "bfloat16", True, little.hidden) for form in (shared, shared_few))
+    assert few._few.direct is isinstance(way._way, ByKernels) is (little.rounds > 0)
+    if little.rounds > 0:
+        each = -(-MOST // little.rounds)
+        assert few._few._kernels.rounds == way._way._kernels.rounds == little.rounds
+        assert offers.call_count == max(1, -(-rows // each))
+
+
+@pytest.mark.parametrize(
+    "little",
+    [
+        Little(3 * HIDDEN, 9600, refused=False, rounds=5),
+        Little(5 * HIDDEN, 0, refused=False, rounds=0),
+        Little(7 * HIDDEN, 20000, refused=True, rounds=0),
+    ],
+)
+def test_little_memory_that_all_gpus_have_mapped(whole: Start, little: Little) -> None:
     ranks = whole("nan")
 
     @settings(max_examples=3, deadline=None)
     @given(cases(3))
     def run(case: Case) -> None:
-        for form in (check, check_few):
-            found = ranks.run(on_little, case, hidden, nbytes, form, timeout=SECONDS)
-        assert set(found) == {(rounds, rounds)}
+        ranks.run(on_little, case, little, timeout=SECONDS)
 
     run()
 

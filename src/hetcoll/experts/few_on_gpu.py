@@ -34,12 +34,13 @@ class GpuFew:
     def dispatch(self, x: Buffer, ids: Buffer, tokens: int, stream: int | None, timeout: float | None) -> None:
         on = stream or 0
         self._kernels.place(x, ids, tokens, self._table, 0, on, timeout)
-        self._kernels.spread(x, ids, tokens, self._received, self._table, 0, on, timeout)
+        self._kernels.spread(x, ids, tokens, self._received, self._table, 0, self._kernels.rounds, on, timeout)
 
     def combine(
         self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, stream: int | None, timeout: float | None
     ) -> None:
-        self._kernels.combine(made, weights, to, tokens, self._table, 0, stream or 0, timeout)
+        kernels = self._kernels
+        kernels.combine(made, weights, to, tokens, self._table, 0, kernels.rounds, stream or 0, timeout)
 
     def close(self) -> None:
         self._kernels.close()

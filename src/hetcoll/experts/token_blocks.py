@@ -8,6 +8,7 @@ each other's memory, else in the host's, which all have mapped. A small all-redu
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ..runtime.executor import Mapped
     from ..runtime.one_sided import Window
     from ..vendors.devices.base import Device
+
+log = logging.getLogger("hetcoll")
 
 _CALLS = 8  # that a barrier tells from each other
 _TOLD_BYTES = 4096  # by a rank: of a host, which has few
@@ -139,6 +142,8 @@ class SeenBlocks:
                 layout, parts = fits, [fits.parts(len(each)) for each in all_far]
                 host = core.gpus.map_memory(memory.buffer(), parts, seconds)
             if host is None:
+                log.warning("rank %d: experts' tokens go as between hosts: GPUs do not all see each other's memory, and"
+                            " have none, or too little, of the host's in common", comm.rank)  # fmt: skip
                 window.close()
                 return None
         return cls(comm, device, layout, memory, window, all_far, host, stream, timeout)

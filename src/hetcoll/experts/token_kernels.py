@@ -28,6 +28,7 @@ class Table(NamedTuple):
     places: int
     counts: Buffer
     dense: bool
+    longest: int = 0
 
     @classmethod
     def words(cls, sizes: Sizes, ranks: int) -> tuple[int, int]:
@@ -44,7 +45,8 @@ class TokenKernels:
         table, size, wire = device.kernels(), comm.size, sizes.wire
         self._place = table.function(PLACE_TOKENS)
         self._pack, self._spread, self._weigh, self._sum = map(table.function, tokens_names(wire.dtype))
-        self._firsts = range(0, sizes.most, blocks.room)  # of each round
+        self.rounds = -(-sizes.most // blocks.room)
+        """Those of a call in which some rank has as many tokens as it may."""
         self._rows = size * blocks.room
         self._lists = DeviceArray.of(device, np.array(blocks.lists, np.int64))
         self._state = DeviceArray.of(device, np.zeros(2, np.uint32))
@@ -67,11 +69,11 @@ class TokenKernels:
         self._run(self._place, self._sizes.experts, _PLACING, stream, table, {})
 
     def spread(
-        self, x: Buffer, ids: Buffer, tokens: int, received: Buffer, table: Table, call: int, stream: int,
+        self, x: Buffer, ids: Buffer, tokens: int, received: Buffer, table: Table, call: int, rounds: int, stream: int,
         timeout: float | None,
     ) -> None:  # fmt: skip
-        """The tokens to their places: the end of a dispatch."""
-        for first in self._firsts:
+        """The tokens to their places: the end of a dispatch. All ranks have as many `rounds`."""
+        for first in self._firsts(rounds):
             if first > 0:
                 self._offer(x, ids, tokens, first, table, call, stream, timeout)
             words = {"received": received.ptr, "first": first}
@@ -89,16 +91,17 @@ class TokenKernels:
         self._blocks.tokens(2 * call, stream, timeout)
 
     def combine(
-        self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, table: Table, call: int, stream: int,
-        timeout: float | None,
+        self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, table: Table, call: int, rounds: int,
+        stream: int, timeout: float | None,
     ) -> None:  # fmt: skip
+        """In as many rounds as the dispatch had."""
         self._follow(stream)
         given = self._ones.buffer() if weights is None else weights
         if given.nbytes:
             for at in self._blocks.given:
                 self._device.copy(at, given.ptr, given.nbytes, stream)
         self._blocks.weights(2 * call + 1, stream, timeout)
-        for first in self._firsts:
+        for first in self._firsts(rounds):
             words = {"tokens": tokens, "received": made.ptr, "result": to.ptr, "first": first}
             self._run(self._weigh, self._some(self._rows), _THREADS, stream, table, words)
             self._blocks.sums(2 * call + 1, stream, timeout)
@@ -110,13 +113,21 @@ class TokenKernels:
         self._blocks.close()
         self._device.destroy_event(self._done)
 
+    def rounds_of(self, tokens: int) -> int:
+        """Of a call in which no rank has more."""
+        return max(1, -(-tokens // self._blocks.room))
+
+    def _firsts(self, rounds: int) -> range:
+        """The first tokens of these rounds."""
+        return range(0, rounds * self._blocks.room, self._blocks.room)
+
     def _some(self, rows: int) -> int:
         return min(max(rows, 1), _BLOCKS * self._device.multiprocessors)
 
     def _run(self, function: int, blocks: int, threads: int, stream: int, table: Table, words: dict[str, int]) -> None:
         found = {
             "own": table.own, "places": table.places, "counts": table.counts.ptr, "dense": int(table.dense),
-            "id_bytes": table.counts.dtype.itemsize,
+            "longest": table.longest, "id_bytes": table.counts.dtype.itemsize,
         }  # fmt: skip
         self._device.launch(function, blocks, threads, [bytes(Tokens(**self._common, **found, **words))], stream)
 

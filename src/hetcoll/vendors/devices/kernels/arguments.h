@@ -92,8 +92,9 @@ struct Rows {
 static_assert(sizeof(Rows) == 64, "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 // What the kernels of tokens take (tokens.h). A rank sends each other one, or offers to several, a block: the ids of
-// `most` tokens, as 32 bits, and rows of `room` tokens from `first` on behind them. Lists are in this device's memory,
-// by rank but for `to`. `parts` and `came` have room for two rounds of rows, where there are several.
+// `most` tokens, as 32 bits, how many tokens it has, and rows of `room` of them from `first` on behind that. Lists are
+// in this device's memory, by rank but for `to`. `parts` and `came` have room for two rounds of rows, where there are
+// several.
 struct Tokens {
   const char* x;                      // [tokens, hidden]
   const char* ids;                    // [tokens, columns] of id_bytes each; what is no expert is none
@@ -103,6 +104,7 @@ struct Tokens {
   char* const* from;                  // those for this rank
   int* places;                        // [size, most, columns]: which row of `received`; -1: none
   char* counts;                       // [experts] of id_bytes each
+  unsigned* longest;                  // how many tokens the rank has that has most; null: nobody asks
   char* received;                     // rows by expert: what came, at a multiple of 16; or what was made of it
   char* const* weights;               // [most, columns] of float
   char* const* parts;                 // rows: what this rank's experts make of each rank's tokens
@@ -115,7 +117,7 @@ struct Tokens {
   unsigned dense;  // whether an expert's rows follow those of the one before it, and not size * most for each
   unsigned blocks, first, room;  // in `to`; of this round
 };
-static_assert(sizeof(Tokens) == 184, "hetcoll/vendors/devices/kernels/table.py has the same layout");
+static_assert(sizeof(Tokens) == 192, "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 constexpr unsigned kFoldLanes = 16;
 

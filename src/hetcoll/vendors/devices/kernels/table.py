@@ -128,6 +128,7 @@ class Tokens(ctypes.Structure):
         ("from_", ctypes.c_uint64),
         ("places", ctypes.c_uint64),
         ("counts", ctypes.c_uint64),
+        ("longest", ctypes.c_uint64),
         ("received", ctypes.c_uint64),
         ("weights", ctypes.c_uint64),
         ("parts", ctypes.c_uint64),

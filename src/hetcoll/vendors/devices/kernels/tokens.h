@@ -10,7 +10,9 @@
 
 namespace hetcoll {
 
-HETCOLL_DEVICE U64 BlockHead(const Tokens& a) { return (U64{4} * a.most * a.columns + kPack - 1) / kPack * kPack; }
+// Where a block says how many tokens its rank has; and its rows, behind that.
+HETCOLL_DEVICE U64 BlockCount(const Tokens& a) { return (U64{4} * a.most * a.columns + kPack - 1) / kPack * kPack; }
+HETCOLL_DEVICE U64 BlockHead(const Tokens& a) { return BlockCount(a) + kPack; }
 
 HETCOLL_DEVICE U64 Odd(const Tokens& a) { return a.state[0] % 2 != 0 ? a.odd : 0; }
 
@@ -68,6 +70,7 @@ HETCOLL_DEVICE void PackTokens(const Tokens& a) {
     a.own[i] = OwnId(a, i);
     for (unsigned b = 0; b < a.blocks; ++b) Store<4>(a.to[b] + odd + 4 * i, a.own[i]);
   }
+  for (U64 b = ThreadIndex(); b < a.blocks; b += ThreadCount()) Store<4>(a.to[b] + odd + BlockCount(a), a.tokens);
   if (a.blocks > 1) SystemFence();  // what comes next tells others, and some of it is the host's memory
 }
 
@@ -145,6 +148,14 @@ HETCOLL_DEVICE void PlaceTokens(const Tokens& a) {
     number += named ? 1 : 0;
   }
   if (!LastInBlock()) return;
+  if (BlockIndex() == 0 && a.longest != nullptr) {
+    unsigned longest = 0;
+    for (unsigned rank = 0; rank < a.size; ++rank) {
+      const auto tokens = Load<unsigned, 4>(a.from[rank] + Odd(a) + BlockCount(a));
+      longest = tokens > longest ? tokens : longest;
+    }
+    *a.longest = longest;
+  }
   if (a.id_bytes == 8) {
     Store<8>(a.counts + U64{8} * BlockIndex(), static_cast<U64>(number));
   } else {
