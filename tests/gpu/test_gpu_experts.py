@@ -168,8 +168,9 @@ def test_layouts_stay(whole: Start, kinds: str, link: str, way: type[object]) ->
     assert set(whole(kinds, **LINKS[link]).run(layered)) == {way}
 
 
-def many_of_a_token(comm: hetcoll.Communicator, topk: int) -> None:
-    """More experts of a token than a thread reads at a time, of which some are named again."""
+def many_of_a_token(comm: hetcoll.Communicator, topk: int, mapped: bool) -> None:
+    """More experts of a token than a thread reads at a time, of which some are named again. What is pinned for tokens
+    comes back."""
     device, random, kind = device_of(comm), np.random.default_rng(topk), np.dtype(np.float32)
     case = Case(random.integers(-1, PER_RANK * comm.size, (comm.size, 4, topk)).tolist(), topk, True)
     wanted = plain(case, comm.rank, comm.size, PER_RANK, HIDDEN, kind, False)
@@ -181,11 +182,14 @@ def many_of_a_token(comm: hetcoll.Communicator, topk: int) -> None:
         out, weights = DeviceArray.of(device, wanted.out), DeviceArray.of(device, wanted.weights)
         assert experts.combine(out, layout, weights).get().tobytes() == wanted.result.tobytes()
         comm.barrier()
+        pinned = comm.memory()["pinned"]
+        host: Any = experts._way._kernels._blocks._host  # type: ignore[union-attr]
+    assert (comm.memory()["pinned"] < pinned) is (host is not None) is mapped
 
 
-@pytest.mark.parametrize("topk", [8, 19])
-def test_many_experts_of_a_token(whole: Start, topk: int) -> None:
-    whole("nn").run(many_of_a_token, topk, timeout=SECONDS)
+@pytest.mark.parametrize(("kinds", "topk"), [("nn", 8), ("na", 19)])
+def test_many_experts_of_a_token(whole: Start, kinds: str, topk: int) -> None:
+    whole(kinds).run(many_of_a_token, topk, len(set(kinds)) > 1, timeout=SECONDS)
 
 
 def other_calls(comm: hetcoll.Communicator, same: bool) -> None:
