@@ -33,6 +33,7 @@ Start = Callable[..., Ranks]
 SECONDS = 90.0  # kernels are compiled
 LINKS: dict[str, dict[str, Any]] = {
     "shm": {},
+    "late": {"jitter": "1:1000"},
     "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b")},
 }
 
@@ -56,7 +57,7 @@ def on_own(
 
 @parametrize(("dtype", "fp8"), [("bfloat16", True), ("float32", False)], first=1)
 @parametrize(
-    ("kinds", "link"), [("nac", "shm"), ("nan", "shm"), ("aca", "shm"), ("cnan", "hosts"), ("aa", "shm")], first=2
+    ("kinds", "link"), [("nac", "shm"), ("nan", "late"), ("aca", "shm"), ("cnan", "hosts"), ("aa", "shm")], first=2
 )
 @pytest.mark.parametrize("form", [check, check_few])
 def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool, form: Any) -> None:
@@ -106,7 +107,7 @@ ROUNDS, NONE = Little(3 * HIDDEN, 9600, refused=False, rounds=5), Little(5 * HID
 
 @pytest.mark.parametrize("little", [ROUNDS, NONE, Little(7 * HIDDEN, 20000, refused=True, rounds=0)])
 def test_little_memory_that_all_gpus_have_mapped(whole: Start, little: Little) -> None:
-    ranks = whole("nan")
+    ranks = whole("nan", **LINKS["late"])
 
     @settings(max_examples=3, deadline=None)
     @given(cases(3))
@@ -130,7 +131,7 @@ def test_other_types_and_lengths(whole: Start, dtype: str, fp8: bool, hidden: in
 
 def test_gpus_of_one_vendor_put_into_each_others_windows(whole: Start) -> None:
     ids = [[[0, 3, 1], [5, 5, -1]], [[2, 0, -1]], [[-1, 1, 3]]]
-    ranks, hidden = whole("nan"), NONE.hidden
+    ranks, hidden = whole("nan", **LINKS["late"]), NONE.hidden
     before, after = (ranks.run(on_little, Case(ids, 0, True), NONE, timeout=SECONDS) for _ in range(2))
     one = hidden + 4 * hidden // 128 + 2 * hidden  # a token, and its sum
     assert [b - a for a, b in zip(before, after, strict=True)] == [one, 0, one]
@@ -168,7 +169,7 @@ def layered(comm: hetcoll.Communicator, hidden: int, nbytes: int) -> type[object
     first=2,
 )
 def test_layouts_stay(whole: Start, kinds: str, hidden: int, nbytes: int, way: type[object]) -> None:
-    assert set(whole(kinds).run(layered, hidden, nbytes)) == {way}
+    assert set(whole(kinds, **LINKS["late"]).run(layered, hidden, nbytes)) == {way}
 
 
 def many_of_a_token(comm: hetcoll.Communicator, topk: int, mapped: bool) -> None:
@@ -192,7 +193,7 @@ def many_of_a_token(comm: hetcoll.Communicator, topk: int, mapped: bool) -> None
 
 @pytest.mark.parametrize(("kinds", "topk"), [("nn", 8), ("nan", 19)])
 def test_many_experts_of_a_token(whole: Start, kinds: str, topk: int) -> None:
-    whole(kinds).run(many_of_a_token, topk, len(set(kinds)) > 1, timeout=SECONDS)
+    whole(kinds, **LINKS["late"]).run(many_of_a_token, topk, len(set(kinds)) > 1, timeout=SECONDS)
 
 
 def other_calls(comm: hetcoll.Communicator, same: bool) -> None:
@@ -274,7 +275,7 @@ def mistakes(comm: hetcoll.Communicator) -> None:
 
 @parametrize("kinds", ["nan", "nn"], first=1)
 def test_mistakes(whole: Start, kinds: str) -> None:
-    whole(kinds).run(mistakes)
+    whole(kinds, **LINKS["late"]).run(mistakes)
 
 
 def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool) -> None:

@@ -37,7 +37,9 @@ class Experts(Common):
 
     A rank dispatches up to `max_tokens` tokens of `hidden` elements, each to up to `topk` experts. `dtype` is float32,
     float16 or bfloat16. With `fp8` tokens travel to experts as e4m3 with a float32 scale for 128 elements. Memory for
-    ``size x max_tokens`` tokens is taken at the first dispatch where its `x` is, on a GPU up to twice as much.
+    ``size x max_tokens`` tokens is taken at the first dispatch where its `x` is, on a GPU up to twice as much; between
+    GPUs that do not see each other's, up to an eighth of what may be pinned (``HETCOLL_PINNED_BYTES``), in which tokens
+    go in as many rounds as they need.
 
     Where all ranks are GPUs of one host they read each other's tokens: in each other's memory, or in the host's where
     GPUs do not see that. Elsewhere tokens are put into windows.
