@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,16 +20,20 @@ from ranks import Ranks
 from thorough import parametrize
 
 import hetcoll
-from hetcoll import ArgumentError, BufferTypeError, CollectiveMismatchError, PeerLostError
+from hetcoll import ArgumentError, BufferTypeError, CollectiveMismatchError, DeviceError, PeerLostError
 from hetcoll.experts import Experts
 from hetcoll.experts.by_kernels import ByKernels
 from hetcoll.experts.by_windows import ByWindows
+from hetcoll.experts.token_kernels import TokenKernels
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.mapped import MappedMemory
+from hetcoll.gpu.pinned import Pinned
 
 Start = Callable[..., Ranks]
 SECONDS = 90.0  # kernels are compiled
 LINKS: dict[str, dict[str, Any]] = {
     "shm": {},
+    "late": {"jitter": "1:1000"},
     "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b")},
 }
 
@@ -51,7 +57,7 @@ def on_own(
 
 @parametrize(("dtype", "fp8"), [("bfloat16", True), ("float32", False)], first=1)
 @parametrize(
-    ("kinds", "link"), [("nac", "shm"), ("nna", "shm"), ("aca", "shm"), ("cnan", "hosts"), ("aa", "shm")], first=2
+    ("kinds", "link"), [("nac", "shm"), ("nan", "late"), ("aca", "shm"), ("cnan", "hosts"), ("aa", "shm")], first=2
 )
 @pytest.mark.parametrize("form", [check, check_few])
 def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool, form: Any) -> None:
@@ -61,6 +67,52 @@ def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool,
     @given(cases(len(kinds)))
     def run(case: Case) -> None:
         ranks.run(on_own, case, dtype, fp8, HIDDEN, form, timeout=SECONDS)
+
+    run()
+
+
+class Little(NamedTuple):
+    """What the host's memory has for tokens of so many elements: bytes that may be pinned; whether rank 1's driver
+    refuses them. In how many rounds as many tokens go as may be; 0: otherwise, as between hosts."""
+
+    hidden: int
+    nbytes: int
+    refused: bool
+    rounds: int
+
+
+def on_little(comm: hetcoll.Communicator, case: Case, little: Little) -> int:
+    """Both forms, the low-latency one first. How many bytes came from GPU to GPU."""
+    rows = max(map(len, case.ids))
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(mock.patch.object(Pinned, "windows", little.nbytes))
+        if little.refused and comm.rank == 1:
+            undo.enter_context(mock.patch.object(MappedMemory, "__init__", side_effect=DeviceError("no")))
+        on_own(comm, case, "bfloat16", True, little.hidden, check_few)
+        offers = undo.enter_context(
+            mock.patch.object(TokenKernels, "_offer", autospec=True, side_effect=TokenKernels._offer)
+        )
+        on_own(comm, case, "bfloat16", True, little.hidden, check)
+    way, few = (form(comm, "bfloat16", True, little.hidden) for form in (shared, shared_few))
+    assert few._few.direct is isinstance(way._way, ByKernels) is (little.rounds > 0)
+    if little.rounds > 0:
+        each = -(-MOST // little.rounds)
+        assert few._few._kernels.rounds == way._way._kernels.rounds == little.rounds
+        assert offers.call_count == max(1, -(-rows // each))
+    return comm.counters()["window_direct"]
+
+
+ROUNDS, NONE = Little(3 * HIDDEN, 9600, refused=False, rounds=5), Little(5 * HIDDEN, 0, refused=False, rounds=0)
+
+
+@pytest.mark.parametrize("little", [ROUNDS, NONE, Little(7 * HIDDEN, 20000, refused=True, rounds=0)])
+def test_little_memory_that_all_gpus_have_mapped(whole: Start, little: Little) -> None:
+    ranks = whole("nan", **LINKS["late"])
+
+    @settings(max_examples=3, deadline=None)
+    @given(cases(3))
+    def run(case: Case) -> None:
+        ranks.run(on_little, case, little, timeout=SECONDS)
 
     run()
 
@@ -79,23 +131,24 @@ def test_other_types_and_lengths(whole: Start, dtype: str, fp8: bool, hidden: in
 
 def test_gpus_of_one_vendor_put_into_each_others_windows(whole: Start) -> None:
     ids = [[[0, 3, 1], [5, 5, -1]], [[2, 0, -1]], [[-1, 1, 3]]]
-    ranks = whole("nna")
-    before = ranks.run(on_own, Case(ids, 0, True), "float32", False)
-    after = ranks.run(on_own, Case(ids, 0, True), "float32", False)
-    assert [b - a for a, b in zip(before, after, strict=True)] == [2 * 4 * HIDDEN, 2 * 4 * HIDDEN, 0]
+    ranks, hidden = whole("nan", **LINKS["late"]), NONE.hidden
+    before, after = (ranks.run(on_little, Case(ids, 0, True), NONE, timeout=SECONDS) for _ in range(2))
+    one = hidden + 4 * hidden // 128 + 2 * hidden  # a token, and its sum
+    assert [b - a for a, b in zip(before, after, strict=True)] == [one, 0, one]
 
 
-def layered(comm: hetcoll.Communicator) -> type[object]:
+def layered(comm: hetcoll.Communicator, hidden: int, nbytes: int) -> type[object]:
     """Dispatches of several layers, each with other tokens, combined in the other order and twice. How they travel."""
-    device, experts, kind = device_of(comm), shared(comm, "float32", False), np.dtype(np.float32)
+    device, experts, kind = device_of(comm), shared(comm, "float32", False, hidden), np.dtype(np.float32)
     kept = []
     for layer in range(5):
         random = np.random.default_rng((layer, 7))
         counts = random.integers(0, MOST + 1, comm.size)
         ids = [random.integers(-1, PER_RANK * comm.size, (n, TOPK)).tolist() for n in counts]
-        wanted = plain(Case(ids, layer, True), comm.rank, comm.size, PER_RANK, HIDDEN, kind, False)
+        wanted = plain(Case(ids, layer, True), comm.rank, comm.size, PER_RANK, hidden, kind, False)
         named = np.array(ids[comm.rank], np.int32 if layer % 2 else np.int64).reshape(-1, TOPK)
-        received, layout = experts.dispatch(DeviceArray.of(device, wanted.x), DeviceArray.of(device, named))
+        with mock.patch.object(Pinned, "windows", nbytes):
+            received, layout = experts.dispatch(DeviceArray.of(device, wanted.x), DeviceArray.of(device, named))
         assert received.get().tobytes() == wanted.received.tobytes()
         kept.append((wanted, layout))
     for wanted, layout in [*kept[::-1], *kept]:
@@ -105,13 +158,23 @@ def layered(comm: hetcoll.Communicator) -> type[object]:
     return type(experts._way)
 
 
-@parametrize(("kinds", "way"), [("nn", ByKernels), ("na", ByWindows), ("aaa", ByKernels)], first=2)
-def test_layouts_stay(whole: Start, kinds: str, way: type[object]) -> None:
-    assert set(whole(kinds).run(layered)) == {way}
+@parametrize(
+    ("kinds", "hidden", "nbytes", "way"),
+    [
+        ("nan", 2 * HIDDEN, 0, ByWindows),
+        ("nan", 4 * HIDDEN, 1 << 16, ByKernels),
+        ("nn", HIDDEN, 0, ByKernels),
+        ("aaa", HIDDEN, 0, ByKernels),
+    ],
+    first=2,
+)
+def test_layouts_stay(whole: Start, kinds: str, hidden: int, nbytes: int, way: type[object]) -> None:
+    assert set(whole(kinds, **LINKS["late"]).run(layered, hidden, nbytes)) == {way}
 
 
-def many_of_a_token(comm: hetcoll.Communicator, topk: int) -> None:
-    """More experts of a token than a thread reads at a time, of which some are named again."""
+def many_of_a_token(comm: hetcoll.Communicator, topk: int, mapped: bool) -> None:
+    """More experts of a token than a thread reads at a time, of which some are named again. What is pinned for tokens
+    comes back."""
     device, random, kind = device_of(comm), np.random.default_rng(topk), np.dtype(np.float32)
     case = Case(random.integers(-1, PER_RANK * comm.size, (comm.size, 4, topk)).tolist(), topk, True)
     wanted = plain(case, comm.rank, comm.size, PER_RANK, HIDDEN, kind, False)
@@ -123,11 +186,14 @@ def many_of_a_token(comm: hetcoll.Communicator, topk: int) -> None:
         out, weights = DeviceArray.of(device, wanted.out), DeviceArray.of(device, wanted.weights)
         assert experts.combine(out, layout, weights).get().tobytes() == wanted.result.tobytes()
         comm.barrier()
+        pinned = comm.memory()["pinned"]
+        host: Any = experts._way._kernels._blocks._host  # type: ignore[union-attr]
+    assert (comm.memory()["pinned"] < pinned) is (host is not None) is mapped
 
 
-@pytest.mark.parametrize("topk", [8, 19])
-def test_many_experts_of_a_token(whole: Start, topk: int) -> None:
-    whole("nn").run(many_of_a_token, topk, timeout=SECONDS)
+@pytest.mark.parametrize(("kinds", "topk"), [("nn", 8), ("nan", 19)])
+def test_many_experts_of_a_token(whole: Start, kinds: str, topk: int) -> None:
+    whole(kinds, **LINKS["late"]).run(many_of_a_token, topk, len(set(kinds)) > 1, timeout=SECONDS)
 
 
 def other_calls(comm: hetcoll.Communicator, same: bool) -> None:
@@ -207,12 +273,12 @@ def mistakes(comm: hetcoll.Communicator) -> None:
     comm.barrier()
 
 
-@parametrize("kinds", ["na", "nn"], first=1)
+@parametrize("kinds", ["nan", "nn"], first=1)
 def test_mistakes(whole: Start, kinds: str) -> None:
-    whole(kinds).run(mistakes)
+    whole(kinds, **LINKS["late"]).run(mistakes)
 
 
-def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool, direct: bool) -> None:
+def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool) -> None:
     """One graph of a dispatch and a combine, replayed with other tokens, ids and weights; calls outside of it between.
     Then one of a dispatch alone, again and again, whose last replay is combined."""
     device, experts = device_of(comm), shared_few(comm, "float32", fp8)
@@ -228,7 +294,7 @@ def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool, direct: bool) -
     comm.barrier()
     experts.dispatch(x, ids, stream=stream)
     assert experts._few is not None
-    assert experts._few.direct is direct  # type: ignore[attr-defined]
+    assert experts._few.direct  # type: ignore[attr-defined]
 
     def fill(turn: int) -> tuple[Any, Any]:
         random = np.random.default_rng(turn)
@@ -269,7 +335,7 @@ def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool, direct: bool) -
 @pytest.mark.parametrize("fp8", [False, True])
 @parametrize("kinds", ["na", "nn", "aa", "nnn"], first=1)
 def test_few_tokens_in_graphs(placed: Start, kinds: str, fp8: bool) -> None:
-    placed(kinds, jitter="3:300").run(in_graphs, 9, fp8, len(set(kinds)) == 1, timeout=SECONDS)
+    placed(kinds, jitter="3:300").run(in_graphs, 9, fp8, timeout=SECONDS)
 
 
 def lose(comm: hetcoll.Communicator, form: Any) -> None:
@@ -294,9 +360,9 @@ def lose(comm: hetcoll.Communicator, form: Any) -> None:
     assert caught.value.rank == 1
 
 
-@pytest.mark.parametrize("form", [shared, shared_few])
-def test_a_rank_dies_and_no_gpu_waits_for_it(placed: Start, form: Any) -> None:
-    ranks = placed("nn")
+@pytest.mark.parametrize(("kinds", "form"), [("nn", shared), ("na", shared_few)])
+def test_a_rank_dies_and_no_gpu_waits_for_it(placed: Start, kinds: str, form: Any) -> None:
+    ranks = placed(kinds)
     ranks.start(lose, form)
     found = ranks.finish(SECONDS)
     ranks.kill(1)

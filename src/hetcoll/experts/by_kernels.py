@@ -1,12 +1,13 @@
-"""The throughput form among GPUs that see each other's memory: kernels find the routes, the host waits for counts."""
+"""The throughput form among the GPUs of a host: kernels find the routes, the host waits for counts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import Communicator
+from .. import Communicator, DType
 from ..calls.buffers import Buffer, read_buffer
 from ..runtime.results import like
 from .few import Sizes
@@ -30,25 +31,29 @@ class ByKernels:
         own, places = Table.words(self._sizes, self._comm.size)
         kind, on = call.named.dtype, call.stream or 0
         counts = like(call.like_ids, (self._sizes.experts,))
-        kept = like(call.like_ids, (-(-4 * (own + places) // kind.itemsize),))
-        at = read_buffer(kept, "kept", writable=True).ptr
-        numbers = read_buffer(counts, "counts", writable=True)
-        table = Table(at, at + 4 * own, numbers, dense=True)
+        kept = like(call.like_ids, (-(-4 * (own + places + 1) // kind.itemsize),))
+        memory, numbers = (read_buffer(each, "kept", writable=True) for each in (kept, counts))
+        longest = replace(memory, ptr=memory.ptr + 4 * (own + places), count=1, dtype=DType.INT32)
+        table = Table(memory.ptr, memory.ptr + 4 * own, numbers, dense=True, longest=longest.ptr)
         self._kernels.place(call.source, call.named, len(call.ids), table, call.number, on, timeout)
         here = self._comm._core.gpus.on_host(numbers, on)
         self._comm._core.host.check_usable()  # what ends the wait may be a failure
         assert here is not None, "the stream is not captured"
         found = bytes_of(here).view(np.int32 if kind.itemsize == 4 else np.int64).tolist()
         received = like(call.x, (sum(found), self._sizes.wire.hidden))
-        self._kernels.spread(read_buffer(received, "received", writable=True), table, on)
-        return received, counts, found, (kept, table)
+        into, sent = read_buffer(received, "received", writable=True), (call.source, call.named, len(call.ids))
+        rounds = 1
+        if self._kernels.rounds > 1:
+            rounds = self._kernels.rounds_of(int(bytes_of(self._comm._core.gpus.read(longest)).view(np.int32)[0]))
+        self._kernels.spread(*sent, into, table, call.number, rounds, on, timeout)
+        return received, counts, found, (kept, table, rounds)
 
     def combine(
         self, source: Buffer, weights: Buffer | None, into: Buffer, tokens: int, number: int, route: Any,
         stream: int | None, timeout: float | None,
     ) -> None:  # fmt: skip
-        _, table = route
-        self._kernels.combine(source, weights, into, tokens, table, number, stream or 0, timeout)
+        _, table, rounds = route
+        self._kernels.combine(source, weights, into, tokens, table, number, rounds, stream or 0, timeout)
 
     def close(self) -> None:
         self._kernels.close()

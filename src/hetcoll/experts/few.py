@@ -24,8 +24,8 @@ class Sizes(NamedTuple):
 
     @property
     def head(self) -> int:
-        """Bytes of ids, or weights, of 32 bits; BlockHead of tokens.h."""
-        return -(-4 * self.most * self.topk // _LINE) * _LINE
+        """Bytes of ids, or weights, of 32 bits, and a line more; BlockHead of tokens.h."""
+        return -(-4 * self.most * self.topk // _LINE) * _LINE + _LINE
 
     @property
     def rows(self) -> int:

@@ -20,12 +20,12 @@ class GpuFew:
 
     def __init__(
         self, comm: Communicator, device: Device, sizes: Sizes, received: Buffer, counts: Buffer, stream: int,
-        alike: bool, timeout: float | None,
+        all_gpus: bool, timeout: float | None,
     ) -> None:  # fmt: skip
-        """`alike`: all ranks have GPUs of one vendor."""
-        seen: Blocks | None = SeenBlocks.offer(comm, device, sizes, stream, timeout) if alike else None
+        """`all_gpus`: all ranks have one."""
+        seen: Blocks | None = SeenBlocks.offer(comm, device, sizes, stream, timeout) if all_gpus else None
         self.direct = seen is not None
-        """Whether GPUs read each other's memory."""
+        """Whether ranks read each other's tokens."""
         self._kernels = TokenKernels(comm, device, sizes, seen or SentBlocks(comm, device, sizes))
         self._received = received
         self._own, self._places = (DeviceArray(device, n, "int32") for n in Table.words(sizes, comm.size))
@@ -34,12 +34,13 @@ class GpuFew:
     def dispatch(self, x: Buffer, ids: Buffer, tokens: int, stream: int | None, timeout: float | None) -> None:
         on = stream or 0
         self._kernels.place(x, ids, tokens, self._table, 0, on, timeout)
-        self._kernels.spread(self._received, self._table, on)
+        self._kernels.spread(x, ids, tokens, self._received, self._table, 0, self._kernels.rounds, on, timeout)
 
     def combine(
         self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, stream: int | None, timeout: float | None
     ) -> None:
-        self._kernels.combine(made, weights, to, tokens, self._table, 0, stream or 0, timeout)
+        kernels = self._kernels
+        kernels.combine(made, weights, to, tokens, self._table, 0, kernels.rounds, stream or 0, timeout)
 
     def close(self) -> None:
         self._kernels.close()

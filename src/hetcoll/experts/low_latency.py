@@ -30,9 +30,9 @@ class LowLatencyExperts(Common):
     """As `Experts`, for few tokens: what a dispatch gives has room for all that may come, and only the device knows how
     many have. On GPUs no call waits on the host.
 
-    Where all ranks are GPUs of one vendor in one host, and see each other's memory, each reads its tokens there: the
-    routed ones, each once. A CUDA or HIP graph may capture the calls. Elsewhere an all-to-all carries room for
-    `max_tokens` tokens to every rank.
+    Where all ranks are GPUs of one host, each reads its tokens where the others offer them: the routed ones, each once.
+    A CUDA or HIP graph may capture the calls. Elsewhere an all-to-all carries room for `max_tokens` tokens to every
+    rank.
 
     The first dispatch takes the memory, and no graph captures it. Expert ids on a GPU that are out of range are none.
     """
@@ -116,8 +116,6 @@ class LowLatencyExperts(Common):
             from ..gpu.device_of import device_of
             from .few_on_gpu import GpuFew
 
-            few = GpuFew(
-                self._comm, device_of(source), sizes, into, numbers, stream or 0, len(set(kinds)) == 1, timeout
-            )
+            few = GpuFew(self._comm, device_of(source), sizes, into, numbers, stream or 0, b"cpu" not in kinds, timeout)
         self._few, self._received, self._counts, self._place = few, received, counts, source.place
         return few

@@ -37,10 +37,12 @@ class Experts(Common):
 
     A rank dispatches up to `max_tokens` tokens of `hidden` elements, each to up to `topk` experts. `dtype` is float32,
     float16 or bfloat16. With `fp8` tokens travel to experts as e4m3 with a float32 scale for 128 elements. Memory for
-    ``size x max_tokens`` tokens is taken at the first dispatch where its `x` is, on a GPU up to twice as much.
+    ``size x max_tokens`` tokens is taken at the first dispatch where its `x` is, on a GPU up to twice as much; between
+    GPUs that do not see each other's, up to an eighth of what may be pinned (``HETCOLL_PINNED_BYTES``), in which tokens
+    go in as many rounds as they need.
 
-    Where all ranks are GPUs of one vendor in one host, and see each other's memory, they read each other's tokens.
-    Elsewhere tokens are put into windows.
+    Where all ranks are GPUs of one host they read each other's tokens: in each other's memory, or in the host's where
+    GPUs do not see that. Elsewhere tokens are put into windows.
 
     After an error that is no `ArgumentError` or `BufferTypeError` the object is good for `close` only.
     """
@@ -121,7 +123,7 @@ class Experts(Common):
             from .token_blocks import SeenBlocks
 
             device = device_of(source)
-            if len(set(kinds)) == 1 and (seen := SeenBlocks.offer(comm, device, sizes, stream or 0, timeout)):
+            if b"cpu" not in kinds and (seen := SeenBlocks.offer(comm, device, sizes, stream or 0, timeout)):
                 self._way, self._place = ByKernels(comm, device, sizes, seen), source.place
                 return self._way
             rows = GpuRows(device, self._wire, most)

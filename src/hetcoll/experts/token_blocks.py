@@ -1,26 +1,43 @@
 """Where GPUs' tokens lie between the kernels of ``tokens.h``, and how ranks get to see each other's.
 
-Where all GPUs see each other's memory (`SeenBlocks`), a rank offers its tokens in a window, and the others read what is
-for them; a small all-reduce before that is the barrier. Elsewhere (`SentBlocks`) all-to-alls carry blocks of a fixed
-size.
+On one host a rank offers its tokens, and the others read what is for them (`SeenBlocks`): in a window where GPUs see
+each other's memory, else in the host's, which all have mapped. A small all-reduce before that is the barrier. Elsewhere
+(`SentBlocks`) all-to-alls carry blocks of a fixed size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import json
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from .. import Communicator
-from ..calls.buffers import Buffer
 from ..gpu.array import DeviceArray
 from .few import Sizes
 
 if TYPE_CHECKING:
+    from ..runtime.executor import Mapped
     from ..runtime.one_sided import Window
     from ..vendors.devices.base import Device
 
+log = logging.getLogger("hetcoll")
+
 _CALLS = 8  # that a barrier tells from each other
+_TOLD_BYTES = 4096  # by a rank: of a host, which has few
+
+
+class Lists(NamedTuple):
+    """Addresses by rank, but for `to` and `via`, as ``arguments.h`` has them."""
+
+    to: list[int]
+    via: list[int]
+    from_: list[int]
+    weights: list[int]
+    parts: list[int]
+    came: list[int]
 
 
 class Blocks(Protocol):
@@ -29,13 +46,12 @@ class Blocks(Protocol):
     `call` says which call of which layout it is of.
     """
 
-    lists: list[list[int]]
-    """`to`, `from`, `weights` and `came` of ``arguments.h``: addresses by rank."""
+    lists: Lists
     odd: int
-    given: Buffer
+    room: int
+    """Tokens of a rank in a block: those of a round."""
+    given: list[int]
     """Where this rank's weights belong."""
-    parts: int
-    """Where this rank writes what its experts made of the tokens that came."""
 
     def tokens(self, call: int, stream: int, timeout: float | None) -> None: ...
 
@@ -46,20 +62,59 @@ class Blocks(Protocol):
     def close(self) -> None: ...
 
 
+class _Layout(NamedTuple):
+    """Of memory of a rank that others read: two blocks of tokens by turns, weights, and sums of each reader's tokens,
+    of two rounds by turns where there are several."""
+
+    sizes: Sizes
+    room: int
+
+    @property
+    def block(self) -> int:
+        return self.sizes.head + self.room * self.sizes.wire.stride
+
+    @property
+    def weights(self) -> int:
+        return 2 * self.block
+
+    def parts(self, reader: int) -> int:
+        """Where those sums begin; of so many readers: how many bytes there are in all."""
+        turns = 1 if self.room >= self.sizes.most else 2
+        return self.weights + self.sizes.head + turns * reader * self.room * self.sizes.wire.stride
+
+    @classmethod
+    def fitting(cls, sizes: Sizes, readers: int, nbytes: int) -> _Layout | None:
+        """With as much room as so many bytes have, and rounds that are alike; None: they have none."""
+        if (whole := cls(sizes, sizes.most)).parts(readers) <= nbytes:
+            return whole
+        rows = (nbytes - 3 * sizes.head) // (2 * (1 + readers) * sizes.wire.stride)
+        return cls(sizes, -(-sizes.most // -(-sizes.most // rows))) if rows > 0 else None
+
+
 class SeenBlocks:
-    """In a window of each rank: two blocks of tokens by turns, weights, and sums of each rank's tokens."""
+    """Those of ranks that read each other's. `far`, by rank: those ranks that do not see its window, and have what is
+    for them in `host`."""
 
     def __init__(
-        self, comm: Communicator, device: Device, sizes: Sizes, memory: DeviceArray, window: Window, stream: int,
-        timeout: float | None,
+        self, comm: Communicator, device: Device, layout: _Layout, memory: DeviceArray, window: Window,
+        far: Sequence[Sequence[int]], host: Mapped | None, stream: int, timeout: float | None,
     ) -> None:  # fmt: skip
-        self._comm, self._window = comm, window
-        weights, parts = 2 * sizes.block, 2 * sizes.block + sizes.head
-        seen = {**window.mapped, comm.rank: memory.ptr}
-        bases = [seen[rank] for rank in range(comm.size)]
-        self.given, self.parts, self.odd = memory.buffer(weights, sizes.head), memory.ptr + parts, sizes.block
-        mine = parts + comm.rank * sizes.rows
-        self.lists = [[memory.ptr] * comm.size, bases, [at + weights for at in bases], [at + mine for at in bases]]
+        self._comm, self._window, self._host, self._memory = comm, window, host, memory
+        self.odd, self.room = layout.block, layout.room
+        me, own = comm.rank, [memory.ptr] if host is None else [memory.ptr, host.at[comm.rank]]
+        self.given = [at + layout.weights for at in own]
+        seen, size = {**window.mapped, me: memory.ptr}, comm.size
+        self.lists = lists = Lists(own + own[:1] * (size - len(own)), [], [], [], [], [])
+        for rank in range(size):
+            away = rank in far[me]
+            assert host is not None or not away
+            theirs = host.at[rank] if host is not None and away else seen[rank]
+            mine, reader = (far[rank].index(me), far[me].index(rank)) if away else (me, rank)
+            lists.via.append(int(away))
+            lists.from_.append(theirs)
+            lists.weights.append(theirs + layout.weights)
+            lists.parts.append(own[away] + layout.parts(reader))
+            lists.came.append(theirs + layout.parts(mine))
         self._words = DeviceArray.of(device, np.zeros(_CALLS, np.int32))
         for call in range(_CALLS):  # no call draws a plan, which no graph could capture
             self._barrier(call, stream, timeout)
@@ -68,13 +123,30 @@ class SeenBlocks:
     def offer(
         cls, comm: Communicator, device: Device, sizes: Sizes, stream: int, timeout: float | None
     ) -> SeenBlocks | None:
-        """By all ranks together. None where some GPU does not see all others' windows."""
-        memory = DeviceArray(device, 2 * sizes.block + sizes.head + comm.size * sizes.rows, "uint8")
+        """By all ranks together, which have GPUs. None where some share no memory, or too little."""
+        core, size = comm._core, comm.size
+        if len(core.wiring.locals) < size:
+            return None
+        # Half of the room for an odd number of tokens is one of them more.
+        memory = DeviceArray(device, _Layout(sizes, sizes.most + 1).parts(size), "uint8")
         window = comm.window(memory.buffer(), signals=0, timeout=timeout)
-        if len(window.mapped) == comm.size - 1:
-            return cls(comm, device, sizes, memory, window, stream, timeout)
-        window.close()
-        return None
+        far = [rank for rank in range(size) if rank != comm.rank and rank not in window.mapped]
+        seconds = core.seconds(timeout)
+        mine = json.dumps([far, core.gpus.room(memory.buffer(), stream, seconds)]).encode()
+        told = [json.loads(each) for each in core.meet("where experts' tokens go", mine, timeout, _TOLD_BYTES)]
+        all_far, most = [each for each, _ in told], max(len(each) for each, _ in told)
+        layout, host = _Layout(sizes, sizes.most), None
+        if most > 0:
+            fits = _Layout.fitting(sizes, most, min(nbytes for _, nbytes in told))
+            if fits is not None:
+                layout, parts = fits, [fits.parts(len(each)) for each in all_far]
+                host = core.gpus.map_memory(memory.buffer(), parts, seconds)
+            if host is None:
+                log.warning("rank %d: experts' tokens go as between hosts: GPUs do not all see each other's memory, and"
+                            " have none, or too little, of the host's in common", comm.rank)  # fmt: skip
+                window.close()
+                return None
+        return cls(comm, device, layout, memory, window, all_far, host, stream, timeout)
 
     def _barrier(self, call: int, stream: int, timeout: float | None) -> None:
         """What comes on the stream later is after what all ranks had on theirs. It has as many words as the number of
@@ -85,6 +157,8 @@ class SeenBlocks:
 
     def close(self) -> None:
         self._window.close()
+        if self._host is not None:
+            self._host.close()
 
 
 class SentBlocks:
@@ -93,14 +167,15 @@ class SentBlocks:
     odd = 0
 
     def __init__(self, comm: Communicator, device: Device, sizes: Sizes) -> None:
-        self._comm, size = comm, comm.size
+        self._comm, self.room, size = comm, sizes.most, comm.size
         self._sent, self._blocks = (DeviceArray.of(device, np.zeros(size * sizes.block, np.uint8)) for _ in range(2))
         self._packed, self._sums = (DeviceArray.of(device, np.zeros(size * sizes.rows, np.uint8)) for _ in range(2))
         self._own, self._factors = (DeviceArray(device, n * sizes.head, "uint8") for n in (1, size))
-        self.given, self.parts = self._own.buffer(), self._packed.ptr
-        rows = ((self._sent, sizes.block), (self._blocks, sizes.block), (self._factors, sizes.head),
-                (self._sums, sizes.rows))  # fmt: skip
-        self.lists = [[array.ptr + rank * nbytes for rank in range(size)] for array, nbytes in rows]
+        self.given = [self._own.ptr]
+        arrays = ((self._sent, sizes.block), (self._blocks, sizes.block), (self._factors, sizes.head),
+                  (self._packed, sizes.rows), (self._sums, sizes.rows))  # fmt: skip
+        to, *others = [[array.ptr + rank * nbytes for rank in range(size)] for array, nbytes in arrays]
+        self.lists = Lists(to, list(range(size)), *others)
 
     def tokens(self, call: int, stream: int, timeout: float | None) -> None:
         self._comm.alltoall(self._sent, self._blocks, stream=stream, timeout=timeout)

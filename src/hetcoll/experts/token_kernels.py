@@ -12,7 +12,7 @@ from ..gpu.array import DeviceArray
 from ..vendors.devices.kernels.source import PLACE_TOKENS, tokens_names
 from ..vendors.devices.kernels.table import Tokens
 from .few import Sizes
-from .token_blocks import Blocks
+from .token_blocks import Blocks, Lists
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
@@ -28,6 +28,7 @@ class Table(NamedTuple):
     places: int
     counts: Buffer
     dense: bool
+    longest: int = 0
 
     @classmethod
     def words(cls, sizes: Sizes, ranks: int) -> tuple[int, int]:
@@ -44,15 +45,17 @@ class TokenKernels:
         table, size, wire = device.kernels(), comm.size, sizes.wire
         self._place = table.function(PLACE_TOKENS)
         self._pack, self._spread, self._weigh, self._sum = map(table.function, tokens_names(wire.dtype))
-        self._rows = size * sizes.most
+        self.rounds = -(-sizes.most // blocks.room)
+        """Those of a call in which some rank has as many tokens as it may."""
+        self._rows = size * blocks.room
         self._lists = DeviceArray.of(device, np.array(blocks.lists, np.int64))
         self._state = DeviceArray.of(device, np.zeros(2, np.uint32))
         self._ones = DeviceArray.of(device, np.ones(sizes.most * sizes.topk, np.float32))
         self._common = {
-            "parts": blocks.parts, "state": self._state.ptr, "odd": blocks.odd, "stride": wire.stride,
+            "state": self._state.ptr, "odd": blocks.odd, "stride": wire.stride,
             "hidden": wire.hidden, "most": sizes.most, "columns": sizes.topk, "size": size, "rank": comm.rank,
-            "experts": sizes.experts, "fp8": int(wire.fp8),
-            **{name: self._lists.ptr + 8 * size * i for i, name in enumerate(("to", "from_", "weights", "came"))},
+            "experts": sizes.experts, "fp8": int(wire.fp8), "blocks": 1 + max(blocks.lists.via), "room": blocks.room,
+            **{name: self._lists.ptr + 8 * size * i for i, name in enumerate(Lists._fields)},
         }  # fmt: skip
         self._last: int | None = None
         self._done = device.event()
@@ -60,32 +63,49 @@ class TokenKernels:
     def place(
         self, x: Buffer, ids: Buffer, tokens: int, table: Table, call: int, stream: int, timeout: float | None
     ) -> None:
-        """All ranks see this one's tokens, and where those of its experts belong: `table`."""
+        """All ranks see this one's first tokens, and where those of its experts belong: `table`."""
         self._follow(stream)
-        words = {"x": x.ptr, "ids": ids.ptr, "tokens": tokens}
-        self._run(self._pack, max(1, tokens), _THREADS, stream, table, words)
-        self._blocks.tokens(2 * call, stream, timeout)
+        self._offer(x, ids, tokens, 0, table, call, stream, timeout)
         self._run(self._place, self._sizes.experts, _PLACING, stream, table, {})
 
-    def spread(self, received: Buffer, table: Table, stream: int) -> None:
-        """The tokens to their places: the end of a dispatch."""
-        words = {"received": received.ptr}
-        self._run(self._spread, self._some(self._rows), _THREADS, stream, table, words)
-        self._end(stream)
-
-    def combine(
-        self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, table: Table, call: int, stream: int,
+    def spread(
+        self, x: Buffer, ids: Buffer, tokens: int, received: Buffer, table: Table, call: int, rounds: int, stream: int,
         timeout: float | None,
     ) -> None:  # fmt: skip
+        """The tokens to their places: the end of a dispatch. All ranks have as many `rounds`."""
+        for first in self._firsts(rounds):
+            if first > 0:
+                self._offer(x, ids, tokens, first, table, call, stream, timeout)
+            words = {"received": received.ptr, "first": first}
+            self._run(self._spread, self._some(self._rows), _THREADS, stream, table, words)
+        self._end(stream)
+
+    def _offer(
+        self, x: Buffer, ids: Buffer, tokens: int, first: int, table: Table, call: int, stream: int,
+        timeout: float | None,
+    ) -> None:  # fmt: skip
+        """The tokens of the round that begins with this one."""
+        words = {"x": x.ptr, "ids": ids.ptr, "tokens": tokens, "first": first}
+        rows = min(tokens - first, self._blocks.room)
+        self._run(self._pack, max(1, rows), _THREADS, stream, table, words)
+        self._blocks.tokens(2 * call, stream, timeout)
+
+    def combine(
+        self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, table: Table, call: int, rounds: int,
+        stream: int, timeout: float | None,
+    ) -> None:  # fmt: skip
+        """In as many rounds as the dispatch had."""
         self._follow(stream)
-        words = {"tokens": tokens, "received": made.ptr, "result": to.ptr}
         given = self._ones.buffer() if weights is None else weights
         if given.nbytes:
-            self._device.copy(self._blocks.given.ptr, given.ptr, given.nbytes, stream)
+            for at in self._blocks.given:
+                self._device.copy(at, given.ptr, given.nbytes, stream)
         self._blocks.weights(2 * call + 1, stream, timeout)
-        self._run(self._weigh, self._some(self._rows), _THREADS, stream, table, words)
-        self._blocks.sums(2 * call + 1, stream, timeout)
-        self._run(self._sum, self._some(tokens), _THREADS, stream, table, words)
+        for first in self._firsts(rounds):
+            words = {"tokens": tokens, "received": made.ptr, "result": to.ptr, "first": first}
+            self._run(self._weigh, self._some(self._rows), _THREADS, stream, table, words)
+            self._blocks.sums(2 * call + 1, stream, timeout)
+            self._run(self._sum, self._some(min(tokens - first, self._blocks.room)), _THREADS, stream, table, words)
         self._end(stream)
 
     def close(self) -> None:
@@ -93,13 +113,21 @@ class TokenKernels:
         self._blocks.close()
         self._device.destroy_event(self._done)
 
+    def rounds_of(self, tokens: int) -> int:
+        """Of a call in which no rank has more."""
+        return max(1, -(-tokens // self._blocks.room))
+
+    def _firsts(self, rounds: int) -> range:
+        """The first tokens of these rounds."""
+        return range(0, rounds * self._blocks.room, self._blocks.room)
+
     def _some(self, rows: int) -> int:
         return min(max(rows, 1), _BLOCKS * self._device.multiprocessors)
 
     def _run(self, function: int, blocks: int, threads: int, stream: int, table: Table, words: dict[str, int]) -> None:
         found = {
             "own": table.own, "places": table.places, "counts": table.counts.ptr, "dense": int(table.dense),
-            "id_bytes": table.counts.dtype.itemsize,
+            "longest": table.longest, "id_bytes": table.counts.dtype.itemsize,
         }  # fmt: skip
         self._device.launch(function, blocks, threads, [bytes(Tokens(**self._common, **found, **words))], stream)
 

@@ -176,6 +176,11 @@ class GpuExecutor:
     def device(self) -> Device:
         return self._device
 
+    @property
+    def share(self) -> GpuShare:
+        """What this rank shares with those of its host."""
+        return self._share
+
     def run(self, call: Call, stream: object, async_op: bool, seconds: float) -> GpuWork:
         """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
         handle = self.stream(stream, sendbuf=call.send, recvbuf=call.recv)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .copies import Copies
     from .cpu_rank import CpuRank
     from .executor import GpuExecutor
+    from .mapped import MappedMemory
     from .replays import Replays
     from .snapshot import GpuSnapshot
 
@@ -136,6 +137,15 @@ class Gpus:
                 executor.look_at_windows()
         if found is not None and executor is not None:
             executor.pulls.end(seconds)
+
+    def room(self, buffer: Buffer, stream: object, seconds: float) -> int:
+        """See `runtime.executor.Gpus`."""
+        return self.on_gpu(buffer, stream, seconds).share.room
+
+    def map_memory(self, buffer: Buffer, parts: Sequence[int], seconds: float) -> MappedMemory | None:
+        """See `runtime.executor.Gpus`."""
+        assert self.executor is not None, "there is room"
+        return self.executor.share.map_memory(self.device_of(buffer), parts, partial(self._meet_soon, seconds), seconds)
 
     def copies(self, buffer: Buffer) -> Copies:
         """See `runtime.executor.Gpus`."""

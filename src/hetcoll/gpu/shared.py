@@ -6,16 +6,18 @@ streams move bytes without looking at them, so ranks compare what they call befo
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Collection, Sequence
+from io import FileIO
 from typing import TYPE_CHECKING, NoReturn
 
 import hetcoll._native as _native
 
 from ..calls import SEND, descriptor
 from ..calls.messages import SendRecv
-from ..errors import DeviceError, spell_ranks
+from ..errors import DeviceError, InitError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
 from ..links.descriptors import new_name, shared_memory
@@ -24,6 +26,7 @@ from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
 from ..vendors.devices.kernels.source import MESSAGES
 from .demand import Demand, slots_that_fit
+from .mapped import MappedMemory, whole_pages
 from .pinned import Pinned
 from .slots import SlotSegment, slot_bytes
 from .vendor_comm import Meet
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hetcoll")
 
 Note = tuple[_native.Ledger, _native.LedgerEntry]
+_MOST_TEXT = 400  # of a problem
 _FLOAT8 = re.compile(r"float8_\w+")
 _WINDOWS = (
     "calls that HETCOLL_ALGO takes from the library want what they give in one window, at one offset, on all ranks, or"
@@ -103,17 +107,46 @@ class GpuShare:
         return self.topology.why(self.rank, peer) + (f": {problem}" if problem else "")
 
     def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
-        wiring, locals_ = self._wiring, self._wiring.locals
-        name, secret = self.gpus[locals_[0]].memory, wiring.secret
+        ranks, name = len(self.locals), self.gpus[self.locals[0]].memory
+        nbytes = SlotSegment.nbytes(ranks, self.slot_bytes)
+        with self._memory("hetcoll-slots", nbytes, name, timeout) as memory:
+            return SlotSegment(memory.fileno(), ranks, self.slot_bytes, device, self.pinned)
+
+    @property
+    def room(self) -> int:
+        """Bytes that this rank may pin for `map_memory`; 0 unless all ranks pass messages through slots of one host."""
+        topology = self.topology
+        near = all(peer == self.rank or not topology.far(self.rank, peer) for peer in range(len(self.gpus)))
+        return self.pinned.windows if near else 0
+
+    def map_memory(self, device: Device, parts: Sequence[int], meet: Meet, timeout: float) -> MappedMemory | None:
+        """Memory of the host of which each rank has so many bytes, where all are on it. Collective; None on all ranks
+        where one cannot have it."""
+        name = meet("memory for GPUs", new_name().encode())[self.locals[0]].decode()
+        made, problem = None, ""
+        with self._memory("hetcoll-mapped", sum(map(whole_pages, parts)), name, timeout) as memory:
+            try:
+                made = MappedMemory(memory.fileno(), parts, device, self.pinned)
+            except (InitError, DeviceError) as error:
+                problem = f"rank {self.rank}: {error}"[:_MOST_TEXT]
+        told = meet("memory for GPUs that is mapped", json.dumps(problem).encode())
+        if not any(problems := [json.loads(each) for each in told]):
+            return made
+        log.info("no memory that all GPUs have mapped: %s", "; ".join(filter(None, problems)))
+        if made is not None:
+            made.close()
+        return None
+
+    def _memory(self, label: str, nbytes: int, name: str, timeout: float) -> FileIO:
+        """A file of memory that the ranks of this host have in common."""
+        wiring = self._wiring
 
         def check(peers: Collection[int]) -> None:
             if wiring.engine.failed:
                 raise self._diagnosis.error()
             self._diagnosis.check_present(peers)
 
-        nbytes, who = SlotSegment.nbytes(len(locals_), self.slot_bytes), (wiring.rank, locals_)
-        with shared_memory("hetcoll-slots", nbytes, name, *who, secret, timeout, check) as memory:
-            return SlotSegment(memory.fileno(), len(locals_), self.slot_bytes, device, self.pinned)
+        return shared_memory(label, nbytes, name, wiring.rank, self.locals, wiring.secret, timeout, check)
 
     def entry(self, what: str) -> Note:
         """How a collective is written down, for all ranks of this host."""

@@ -102,6 +102,16 @@ class Seen(NamedTuple):
     peers: Mapping[int, int]
 
 
+class Mapped(Protocol):
+    """Memory of the host that its GPUs have mapped (`gpu.mapped.MappedMemory`)."""
+
+    @property
+    def at(self) -> Sequence[int]:
+        """Where this rank's GPU sees the part of each rank."""
+
+    def close(self) -> None: ...
+
+
 class Copies(Protocol):
     """What copies pieces of one-sided messages to and from this rank's GPU (`gpu.copies.Copies`)."""
 
@@ -190,6 +200,14 @@ class Gpus(Protocol):
     def forget_window(self, number: int, seconds: float) -> None:
         """It is being closed here: when this returns no call reads it on other GPUs, or lets them read it here.
         CollectiveTimeoutError where calls under way have not ended in so many seconds."""
+
+    def room(self, buffer: Buffer, stream: object, seconds: float) -> int:
+        """Bytes of the host that this rank may pin for `map_memory`; 0 where not all ranks have GPUs on one host that
+        have its memory mapped. As `on_gpu`."""
+
+    def map_memory(self, buffer: Buffer, parts: Sequence[int], seconds: float) -> Mapped | None:
+        """Memory of the host of which each rank has so many bytes, mapped by all GPUs; that of this rank has `buffer`.
+        Collective, where there is `room`. None on all ranks where one cannot have it."""
 
     def copies(self, buffer: Buffer) -> Copies:
         """For the windows of this communicator, where memory is a GPU's such as `buffer`. Local."""

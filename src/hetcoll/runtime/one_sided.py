@@ -45,8 +45,8 @@ class Window:
     calls. When a put is over its data is in the window, and `src` may be written again. Where two ranks write the same
     elements, or a rank writes what it lends, either may win; nothing else is torn.
 
-    `mapped`: where this rank's GPU sees the other ranks' memory, by rank, where all GPUs see that of all others; else
-    empty. For kernels, until `close`.
+    `mapped`: where this rank's GPU sees the memory of other ranks whose GPUs see its own, by rank. For kernels, until
+    `close`.
     """
 
     def __init__(
@@ -234,8 +234,8 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
     side.registered.place(number, [rank for rank, (*_, there) in enumerate(told) if there])
     lengths = [each.elements * dtype.itemsize for each in exposed]
     opened = [None if each is None else Shared(*each) for *_, each, _ in told]
-    mapped = _map(parent, side, number, opened, lengths, seconds)
-    if mapped:
+    mapped, by_all = _map(parent, side, number, opened, lengths, seconds)
+    if by_all:
         assert buffer is not None  # or nobody would see it
         parent.gpus.see_window(number, Seen(buffer.ptr, min(lengths), mapped))
     return Window(side, number, dtype, exposed, mapped)
@@ -279,13 +279,15 @@ def _check_told(told: Sequence[Sequence[Any]]) -> DType:
 
 def _map(
     parent: Core, side: OneSided, number: int, shared: Sequence[Shared | None], lengths: Sequence[int], seconds: float
-) -> dict[int, int]:
-    """Where this rank's GPU sees the other ranks' memory, of these bytes; empty where not all see that of all others.
-    The others hear of what is seen, too."""
+) -> tuple[dict[int, int], bool]:
+    """Where this rank's GPU sees the memory of other ranks, of these bytes, whose GPUs see its own; and whether all see
+    that of all others. The others hear of what is seen, too."""
     if sum(each is not None for each in shared) < 2:
-        return {}
+        return {}, False
     seen = side.devices.open(number, shared, lengths)  # before the others hear of it: they may put at once
     told = parent.meet("window()", json.dumps(sorted(seen)).encode(), seconds)
     theirs = [json.loads(blob) for blob in told]
-    side.devices.seen_by(number, [rank for rank, each in enumerate(theirs) if side.core.rank in each])
-    return seen if all(len(each) == parent.size - 1 for each in theirs) else {}
+    readers = [rank for rank, each in enumerate(theirs) if side.core.rank in each]
+    side.devices.seen_by(number, readers)
+    mutual = {rank: address for rank, address in seen.items() if rank in readers}
+    return mutual, all(len(each) == parent.size - 1 for each in theirs)

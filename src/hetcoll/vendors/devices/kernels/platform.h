@@ -51,6 +51,7 @@ HETCOLL_DEVICE void StoreRelaxedPair(void* to, U64 first, U64 second) {
 }
 HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return atomicAdd(at, more); }
 HETCOLL_DEVICE void Fence() { __threadfence(); }  // of this device
+HETCOLL_DEVICE void SystemFence() { __threadfence_system(); }
 }  // namespace hetcoll
 
 #else
@@ -91,6 +92,7 @@ HETCOLL_DEVICE void StoreRelaxedPair(void* to, U64 first, U64 second) {
 }
 HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return __atomic_fetch_add(at, more, __ATOMIC_RELAXED); }
 HETCOLL_DEVICE void Fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+HETCOLL_DEVICE void SystemFence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 }  // namespace hetcoll
 
 #endif

@@ -124,9 +124,11 @@ class Tokens(ctypes.Structure):
         ("ids", ctypes.c_uint64),
         ("own", ctypes.c_uint64),
         ("to", ctypes.c_uint64),
+        ("via", ctypes.c_uint64),
         ("from_", ctypes.c_uint64),
         ("places", ctypes.c_uint64),
         ("counts", ctypes.c_uint64),
+        ("longest", ctypes.c_uint64),
         ("received", ctypes.c_uint64),
         ("weights", ctypes.c_uint64),
         ("parts", ctypes.c_uint64),
@@ -145,6 +147,9 @@ class Tokens(ctypes.Structure):
         ("id_bytes", ctypes.c_uint32),
         ("fp8", ctypes.c_uint32),
         ("dense", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("room", ctypes.c_uint32),
     )
 
 

@@ -1,7 +1,7 @@
 // Tokens of a mixture of experts, by counts that devices find (hetcoll.experts). A call is some of these kernels one
 // after another, with a barrier of all ranks or an all-to-all between them: nothing here waits. Where ranks read each
-// other's blocks there are two by turns, since a rank may dispatch again while another one still reads what it has
-// dispatched before.
+// other's blocks there are two by turns, since a rank may fill the next one while another one still reads what came
+// before. Those have rows for some of a rank's tokens, and a call has as many rounds as it takes for all.
 #pragma once
 
 #include "devices/kernels/copy.h"
@@ -10,7 +10,9 @@
 
 namespace hetcoll {
 
-HETCOLL_DEVICE U64 BlockHead(const Tokens& a) { return (U64{4} * a.most * a.columns + kPack - 1) / kPack * kPack; }
+// Where a block says how many tokens its rank has; and its rows, behind that.
+HETCOLL_DEVICE U64 BlockCount(const Tokens& a) { return (U64{4} * a.most * a.columns + kPack - 1) / kPack * kPack; }
+HETCOLL_DEVICE U64 BlockHead(const Tokens& a) { return BlockCount(a) + kPack; }
 
 HETCOLL_DEVICE U64 Odd(const Tokens& a) { return a.state[0] % 2 != 0 ? a.odd : 0; }
 
@@ -21,15 +23,25 @@ HETCOLL_DEVICE int OwnId(const Tokens& a, U64 at) {
   return id >= 0 && id < static_cast<long long>(a.size) * a.experts ? static_cast<int>(id) : -1;
 }
 
-// The lowest rank above `last` that has an expert of the token; `size`: there is none.
-template <class Ids>
-HETCOLL_DEVICE unsigned NextRank(const Tokens& a, const Ids& id, int last) {
+// The lowest of what `of` says of the ranks that have an expert of the token, above `last`; `size`: there is none.
+template <class Ids, class Of>
+HETCOLL_DEVICE unsigned NextOf(const Tokens& a, const Ids& id, int last, const Of& of) {
   unsigned next = a.size;
   for (unsigned j = 0; j < a.columns; ++j) {
-    const int expert = id(j), owner = expert < 0 ? -1 : expert / static_cast<int>(a.experts);
-    if (owner > last && static_cast<unsigned>(owner) < next) next = owner;
+    const int expert = id(j), found = expert < 0 ? -1 : static_cast<int>(of(expert / a.experts));
+    if (found > last && static_cast<unsigned>(found) < next) next = found;
   }
   return next;
+}
+
+// Where the rows of this round are in a rank's parts: what an odd one has is read while an even one is written.
+HETCOLL_DEVICE U64 Turn(const Tokens& a) { return a.first / a.room % 2 * a.room * a.stride; }
+
+// Calls `each` with every rank and row of this round, in turn: which rank's, which of its tokens, where in the round.
+template <class Each>
+HETCOLL_DEVICE void ForRows(const Tokens& a, const Each& each) {
+  const unsigned rows = a.most - a.first < a.room ? a.most - a.first : a.room;
+  for (U64 i = BlockIndex(); i < U64{a.size} * rows; i += Blocks()) each(i / rows, a.first + i % rows, i % rows);
 }
 
 // A token as it travels.
@@ -46,17 +58,20 @@ HETCOLL_DEVICE void PackRow(const Tokens& a, char* to, const char* from) {
 template <class Type>
 HETCOLL_DEVICE void PackTokens(const Tokens& a) {
   const U64 odd = Odd(a), row = a.hidden * sizeof(typename Type::Storage), head = BlockHead(a);
-  const bool same = a.size == 1 || a.to[0] == a.to[1];
-  for (U64 t = BlockIndex(); t < a.tokens; t += Blocks()) {
+  const auto via = [&](unsigned rank) { return a.via[rank]; };
+  for (U64 s = BlockIndex(); s < a.room && a.first + s < a.tokens; s += Blocks()) {
+    const U64 t = a.first + s;
     const auto id = [&](unsigned j) { return OwnId(a, t * a.columns + j); };
-    for (unsigned p = NextRank(a, id, -1); p < a.size; p = same ? a.size : NextRank(a, id, static_cast<int>(p))) {
-      PackRow<Type>(a, a.to[p] + odd + head + t * a.stride, a.x + t * row);
+    for (unsigned b = NextOf(a, id, -1, via); b < a.blocks; b = NextOf(a, id, static_cast<int>(b), via)) {
+      PackRow<Type>(a, a.to[b] + odd + head + s * a.stride, a.x + t * row);
     }
   }
-  for (U64 i = ThreadIndex(); i < U64{a.most} * a.columns; i += ThreadCount()) {
+  for (U64 i = ThreadIndex(); a.first == 0 && i < U64{a.most} * a.columns; i += ThreadCount()) {
     a.own[i] = OwnId(a, i);
-    for (unsigned p = 0; p < (same ? 1 : a.size); ++p) Store<4>(a.to[p] + odd + 4 * i, a.own[i]);
+    for (unsigned b = 0; b < a.blocks; ++b) Store<4>(a.to[b] + odd + 4 * i, a.own[i]);
   }
+  for (U64 b = ThreadIndex(); b < a.blocks; b += ThreadCount()) Store<4>(a.to[b] + odd + BlockCount(a), a.tokens);
+  if (a.blocks > 1) SystemFence();  // what comes next tells others, and some of it is the host's memory
 }
 
 constexpr unsigned kIds = 8;  // that a thread reads at a time: each is a way to a peer's memory and back
@@ -133,6 +148,14 @@ HETCOLL_DEVICE void PlaceTokens(const Tokens& a) {
     number += named ? 1 : 0;
   }
   if (!LastInBlock()) return;
+  if (BlockIndex() == 0 && a.longest != nullptr) {
+    unsigned longest = 0;
+    for (unsigned rank = 0; rank < a.size; ++rank) {
+      const auto tokens = Load<unsigned, 4>(a.from[rank] + Odd(a) + BlockCount(a));
+      longest = tokens > longest ? tokens : longest;
+    }
+    *a.longest = longest;
+  }
   if (a.id_bytes == 8) {
     Store<8>(a.counts + U64{8} * BlockIndex(), static_cast<U64>(number));
   } else {
@@ -176,12 +199,11 @@ HETCOLL_DEVICE bool AnyPlace(const Tokens& a, const int* places) {
 // Each token is read once, whatever the number of its experts here. The last block ends the dispatch.
 template <class Type>
 HETCOLL_DEVICE void SpreadTokens(const Tokens& a) {
-  const U64 odd = Odd(a), rows = U64{a.size} * a.most, head = BlockHead(a);
-  for (U64 row = BlockIndex(); row < rows; row += Blocks()) {
-    const int* places = a.places + row * a.columns;
-    if (!AnyPlace(a, places)) continue;
-    SpreadRow<Type>(a, places, a.from[row / a.most] + odd + head + row % a.most * a.stride);
-  }
+  const U64 skip = Odd(a) + BlockHead(a);
+  ForRows(a, [&](U64 rank, U64 t, U64 s) {
+    const int* places = a.places + (rank * a.most + t) * a.columns;
+    if (AnyPlace(a, places)) SpreadRow<Type>(a, places, a.from[rank] + skip + s * a.stride);
+  });
   Barrier();
   if (!LastInBlock() || FetchAdd(a.state + 1, 1) != Blocks() - 1) return;
   a.state[1] = 0;
@@ -201,29 +223,31 @@ HETCOLL_DEVICE void Sum(const Tokens& a, const char* array, char* to, const Term
 // What this rank's experts have made of each token that came, by weights, in the order of its ids.
 template <class Type>
 HETCOLL_DEVICE void WeighTokens(const Tokens& a) {
-  const U64 rows = U64{a.size} * a.most, nbytes = a.hidden * sizeof(typename Type::Storage);
-  for (U64 row = BlockIndex(); row < rows; row += Blocks()) {
-    const int* places = a.places + row * a.columns;
-    if (!AnyPlace(a, places)) continue;
-    const char* weights = a.weights == nullptr ? nullptr : a.weights[row / a.most] + row % a.most * a.columns * 4;
-    Sum<Type>(a, a.received, a.parts + row * a.stride, [&](const auto& add) {
+  const U64 nbytes = a.hidden * sizeof(typename Type::Storage), turn = Turn(a);
+  ForRows(a, [&](U64 rank, U64 t, U64 s) {
+    const int* places = a.places + (rank * a.most + t) * a.columns;
+    if (!AnyPlace(a, places)) return;
+    const char* weights = a.weights[rank] + t * a.columns * 4;
+    Sum<Type>(a, a.received, a.parts[rank] + turn + s * a.stride, [&](const auto& add) {
       for (unsigned j = 0; j < a.columns; ++j) {
-        const float weight = weights == nullptr ? 1.0f : Load<float, 4>(weights + 4 * j);
-        if (places[j] >= 0) add(a.received + static_cast<U64>(places[j]) * nbytes, weight);
+        if (places[j] >= 0) add(a.received + static_cast<U64>(places[j]) * nbytes, Load<float, 4>(weights + 4 * j));
       }
     });
-  }
+  });
+  if (a.blocks > 1) SystemFence();
 }
 
 // What all ranks have made of this one's tokens, in the order of ranks.
 template <class Type>
 HETCOLL_DEVICE void SumTokens(const Tokens& a) {
-  const U64 nbytes = a.hidden * sizeof(typename Type::Storage);
-  for (U64 t = BlockIndex(); t < a.tokens; t += Blocks()) {
+  const U64 nbytes = a.hidden * sizeof(typename Type::Storage), turn = Turn(a);
+  const auto itself = [](unsigned rank) { return rank; };
+  for (U64 s = BlockIndex(); s < a.room && a.first + s < a.tokens; s += Blocks()) {
+    const U64 t = a.first + s;
     const auto id = [&](unsigned j) { return a.own[t * a.columns + j]; };
     Sum<Type>(a, a.result, a.result + t * nbytes, [&](const auto& add) {
-      for (unsigned p = NextRank(a, id, -1); p < a.size; p = NextRank(a, id, static_cast<int>(p))) {
-        add(a.came[p] + t * a.stride, 1.0f);
+      for (unsigned p = NextOf(a, id, -1, itself); p < a.size; p = NextOf(a, id, static_cast<int>(p), itself)) {
+        add(a.came[p] + turn + s * a.stride, 1.0f);
       }
     });
   }
