@@ -345,8 +345,10 @@ class Topology:
     @cached_property
     def between_hosts(self) -> Path:
         """What carries data between hosts: TCP where it does between some of them."""
-        reached = self.setting == "auto" and self._apart(host[0] for host in self.hosts) is None
-        return "verbs" if len(self.hosts) > 1 and (reached or self.setting == "verbs") else "tcp"
+        if len(self.hosts) == 1 or self.setting not in ("auto", "verbs"):
+            return "tcp"
+        apart = self.setting == "auto" and self._apart(host[0] for host in self.hosts)
+        return "tcp" if apart else "verbs"
 
     @cached_property
     def rate(self) -> tuple[int, int]:
