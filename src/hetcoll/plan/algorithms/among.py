@@ -8,7 +8,6 @@ links carry a part at a time.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from math import lcm
 
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
@@ -38,8 +37,7 @@ def _draw(entry: Algorithm, p: Draft) -> None:
         return
     if not entry.supports(len(p.hosts)):
         raise ArgumentError(f"{entry.collective.label} by {entry.name} does not support {len(p.hosts)} islands")
-    home = next(i for i, island in enumerate(p.hosts) if p.root in island)
-    here = next(i for i, island in enumerate(p.hosts) if p.rank in island)
+    home, here = p.there.of[p.root], p.there.of[p.rank]
     later = p.collective is Collective.REDUCE and len(p.hosts[home]) > 1  # the root's mates add to it after this
     flat = entry.build(len(p.hosts), here, root=home, scale=p.average and not later)
     p.credits, p.redundant, p.scratch_like = flat.credits, flat.redundant, flat.scratch_like
@@ -58,7 +56,7 @@ class _Inside(Steps):
 
 class _Whole(_Inside, Whole):
     def __init__(self, p: Draft, flat: Plan) -> None:
-        super().__init__(p, flat, atoms_of(p.hosts), lcm(*map(len, p.hosts)))
+        super().__init__(p, flat, atoms_of(p.there), p.there.common)
         self.at, self.ready = Split(p, parts=flat.send_units), {}
 
     def draw(self) -> None:
@@ -110,7 +108,7 @@ class _Whole(_Inside, Whole):
 
 class _Shares(_Inside, Shares):
     def __init__(self, p: Draft, flat: Plan) -> None:
-        super().__init__(p, flat, atoms_of(p.hosts), lcm(*map(len, p.hosts)))
+        super().__init__(p, flat, atoms_of(p.there), p.there.common)
         self.at, self.ready = Regions(p, parts=flat.pieces), {}
 
     def draw(self) -> None:

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import lcm
 
 from ...types import Collective
-from ..costs import Hosts
 from ..ir import Buf, Op, Plan, Span, Step
-from .base import Draft, inp, out, tmp
+from .base import Draft, Groups, inp, out, tmp
 
 AMONG = (
     Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER, Collective.BROADCAST, Collective.REDUCE,
@@ -40,9 +38,9 @@ class Atom:
 
 
 @lru_cache(maxsize=8)
-def atoms_of(groups: Hosts) -> tuple[Atom, ...]:
+def atoms_of(there: Groups) -> tuple[Atom, ...]:
+    groups, common = there.ranks, there.common
     sizes = set(map(len, groups))
-    common = lcm(*sizes)
     cuts = sorted({common * j // k for k in sizes for j in range(k + 1)})
     return tuple(Atom(a, b, tuple(group[a * len(group) // common] for group in groups)) for a, b in pairwise(cuts))
 
@@ -52,8 +50,8 @@ class Steps:
 
     def __init__(self, p: Draft, flat: Plan, everyone: tuple[Atom, ...], common: int) -> None:
         self.p, self.flat, self.common, self.everyone = p, flat, common, everyone
-        self.atoms = [atom for atom in everyone if p.rank in atom.owners]
-        self.here = next(i for i, group in enumerate(p.hosts) if p.rank in group)
+        self.here = p.there.of[p.rank]
+        self.atoms = [atom for atom in everyone if atom.owners[self.here] == p.rank]
         self.mates = p.hosts[self.here]
         self.lane = flat.lanes  # the first that it has not
         self.done: list[list[list[int]]] = []  # the steps that each step of `flat` has become, for each atom

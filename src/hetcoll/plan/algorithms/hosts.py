@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import groupby, zip_longest
-from math import lcm
 
 import numpy as np
 
@@ -49,15 +48,14 @@ def _draw(entry: Algorithm, led: bool, p: Draft) -> None:
         return
     if not entry.supports(len(p.hosts)):
         raise ArgumentError(f"{entry.collective.label} by {entry.name} does not support {len(p.hosts)} hosts")
-    home = next(i for i, host in enumerate(p.hosts) if p.root in host)
-    here = next(i for i, host in enumerate(p.hosts) if p.rank in host)
+    home, here = p.there.of[p.root], p.there.of[p.rank]
     alone = tuple((i,) for i in range(len(p.hosts)))
     flat = entry.build(len(p.hosts), here, root=home, scale=p.average, hosts=alone, compress=p.compress)
     p.credits, p.redundant = flat.credits, flat.redundant
     p.scratch_like, p.scratch_copies = flat.scratch_like, flat.scratch_copies
-    leaders = tuple(p.root if i == home else host[0] for i, host in enumerate(p.hosts))
-    common = 1 if led else lcm(*map(len, p.hosts))
-    everyone = (Atom(0, 1, leaders),) if led else atoms_of(p.hosts)
+    leaders = tuple(p.root if i == home else host[0] for i, host in enumerate(p.hosts)) if led else ()
+    common = 1 if led else p.there.common
+    everyone = (Atom(0, 1, leaders),) if led else atoms_of(p.there)
     if p.collective in WHOLE:
         _Buffers(p, flat, everyone, common).draw()
     else:
