@@ -35,7 +35,7 @@ from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Plan
-from hetcoll.plan.order import drawn_by, ordered
+from hetcoll.plan.order import drawn_by, ordered, root_for
 from hetcoll.plan.pieces import SLOTS, Lengths, cut, slot_bytes
 from hetcoll.plan.simulator import prove
 from hetcoll.plan.symmetry import symmetry_of
@@ -109,11 +109,13 @@ def order(collective: Collective, name: str, islands: Sequence[int], nbytes: int
     entry, hosts = among_islands(collective, name, islands)
     size = sum(islands)
     start = time.process_time()
-    symmetry = drawn_by(size // 2, hosts, turns=entry.turns, rooted=collective in ROOTED)
-    base = [entry.build(size, rank, hosts=hosts) for rank in symmetry.standing]
+    symmetry = drawn_by(size // 2, hosts, turns=entry.turns)
+    root = root_for(size // 2, hosts, 0) if collective in ROOTED else 0
+    base = [entry.build(size, rank, hosts=hosts, root=root) for rank in symmetry.standing]
+    own = entry.build(size, size // 2, hosts=hosts)
     share = nbytes if collective in WHOLE else -(-nbytes // size)
     made = cut(nbytes, share, slot_bytes(size, max(islands), far=True), Lengths.of(base))
-    steps = len(ordered(base, symmetry, size // 2, made, SLOTS, SLOTS).order)
+    steps = len(ordered(own, base, symmetry, made, SLOTS, SLOTS).order)
     seconds = time.process_time() - start
     sizes = "+".join(map(str, islands))
     return f"| {name} | {sizes} | {nbytes} | {steps} | {len(base)} | {seconds:.2f} | {peak_mb():.0f} |"

@@ -194,6 +194,12 @@ class Plan:
         return head + _words(rows.T, columns.deps, parts.T)
 
 
+def first_mates(plans: Sequence[Plan]) -> list[int]:
+    """For each of some ranks' plans the first member of the rank's island."""
+    first = {rank: island[0] for island in plans[0].islands for rank in island}
+    return [first.get(plan.rank, plan.rank) for plan in plans]
+
+
 def _words(*arrays: Numbers) -> bytes:
     """As the engine reads them, in 32 bits each."""
     found = b""
