@@ -371,13 +371,12 @@ class Builder:
                 self.add(op, lane, a, b, to, channel, after, None, code)
             return np.arange(first, first + n)
         values = (op, lane, peer, channel, compressed, *row_of(src), *row_of(dst))
-        given = [d for d in deps if d is not None]
         wide = any(isinstance(value, np.ndarray) and value.dtype == np.object_ for value in values)
         table: Numbers = np.empty((len(values), n), np.object_ if wide else np.int64)
-        for at, value in enumerate(values):
-            table[at] = value
+        for row, value in enumerate(values):
+            table[row] = value
         at, waits = [_NOTHING], [_NOTHING]
-        for d in given:  # the first step waits for what all wait for
+        for d in (d for d in deps if d is not None):  # the first step waits for what all wait for
             at.append(np.arange(n) if isinstance(d, np.ndarray) else np.zeros(1, np.int64))
             waits.append(np.broadcast_to(d, at[-1].shape))
         return self.add_table(table, np.concatenate(at), np.concatenate(waits))
