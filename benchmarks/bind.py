@@ -9,7 +9,7 @@
 Of each plan: the time to draw it and to encode it (Python), the bytes that it is encoded in, its steps, and the time to
 decode and bind it (C++). Each is the best of a few turns, in CPU time: nothing here waits. With `--hosts` ranks are on
 hosts of 8, among which algorithms run. An algorithm that cuts a buffer into stretches has as many as `--stretches`
-says; `-` stands for what is refused, and the last column says why.
+says, or as it takes at most among so many ranks; `-` stands for what is refused, and the last column says why.
 
 With `--order` it is the plan of a GPU's rank among islands, in pieces and in order, over a buffer of `--bytes`: how
 many plans it draws for that, once, in a process of its own, and its CPU time and peak memory.
@@ -65,7 +65,7 @@ def row(entry: Algorithm, size: int, stretches: int, turns: int, among: bool) ->
     if among and entry.stretches is None and entry.collective in AMONG:
         entry = among_hosts(entry, led=False)
         hosts = tuple(tuple(range(first, first + HOST)) for first in range(0, size, HOST))
-    pieces = stretches if entry.stretches is not None else 1
+    pieces = min(stretches, entry.cut(1 << 62, 2, size))  # no more than are taken for the longest buffer
     if pieces > 1:
         name += f", {pieces} stretches"
     try:
