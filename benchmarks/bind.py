@@ -9,7 +9,7 @@
 Of each plan: the time to draw it and to encode it (Python), the bytes that it is encoded in, its steps, and the time to
 decode and bind it (C++). Each is the best of a few turns, in CPU time: nothing here waits. With `--hosts` ranks are on
 hosts of 8, among which algorithms run. An algorithm that cuts a buffer into stretches has as many as `--stretches`
-says; `-` stands for what is refused, and the last column says why.
+says, or as it takes at most among so many ranks; `-` stands for what is refused, and the last column says why.
 
 With `--order` it is the plan of a GPU's rank among islands, in pieces and in order, over a buffer of `--bytes`: how
 many plans it draws for that, once, in a process of its own, and its CPU time and peak memory.
@@ -35,7 +35,7 @@ from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Plan
-from hetcoll.plan.order import drawn_by, ordered
+from hetcoll.plan.order import drawn_by, ordered, root_for
 from hetcoll.plan.pieces import SLOTS, Lengths, cut, slot_bytes
 from hetcoll.plan.simulator import prove
 from hetcoll.plan.symmetry import symmetry_of
@@ -65,7 +65,7 @@ def row(entry: Algorithm, size: int, stretches: int, turns: int, among: bool) ->
     if among and entry.stretches is None and entry.collective in AMONG:
         entry = among_hosts(entry, led=False)
         hosts = tuple(tuple(range(first, first + HOST)) for first in range(0, size, HOST))
-    pieces = stretches if entry.stretches is not None else 1
+    pieces = min(stretches, entry.cut(1 << 62, 2, size))  # no more than are taken for the longest buffer
     if pieces > 1:
         name += f", {pieces} stretches"
     try:
@@ -109,11 +109,13 @@ def order(collective: Collective, name: str, islands: Sequence[int], nbytes: int
     entry, hosts = among_islands(collective, name, islands)
     size = sum(islands)
     start = time.process_time()
-    symmetry = drawn_by(size // 2, hosts, turns=entry.turns, rooted=collective in ROOTED)
-    base = [entry.build(size, rank, hosts=hosts) for rank in symmetry.standing]
+    symmetry = drawn_by(size // 2, hosts, turns=entry.turns)
+    root = root_for(size // 2, hosts, 0) if collective in ROOTED else 0
+    base = [entry.build(size, rank, hosts=hosts, root=root) for rank in symmetry.standing]
+    own = entry.build(size, size // 2, hosts=hosts)
     share = nbytes if collective in WHOLE else -(-nbytes // size)
     made = cut(nbytes, share, slot_bytes(size, max(islands), far=True), Lengths.of(base))
-    steps = len(ordered(base, symmetry, size // 2, made, SLOTS, SLOTS).order)
+    steps = len(ordered(own, base, symmetry, made, SLOTS, SLOTS).order)
     seconds = time.process_time() - start
     sizes = "+".join(map(str, islands))
     return f"| {name} | {sizes} | {nbytes} | {steps} | {len(base)} | {seconds:.2f} | {peak_mb():.0f} |"

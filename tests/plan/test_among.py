@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from math import gcd
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,8 @@ from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Op, Plan
-from hetcoll.plan.order import Waits, drawn_by
+from hetcoll.plan.order import Ordered, Waits, drawn_by, ordered, root_for
+from hetcoll.plan.pieces import Cut
 from hetcoll.plan.pipeline import pipelined, ramp
 from hetcoll.plan.simulator import check, serialisable
 from hetcoll.plan.topology import RankInfo, Topology
@@ -162,7 +165,7 @@ def test_ranks_that_fare_alike_have_the_levels_of_all() -> None:
             whole, order = waits.levels(3), waits.orders()
             for rank in (0, n - 1):
                 for turns in (True, False):
-                    symmetry = drawn_by(rank, islands, turns=turns, rooted=False)
+                    symmetry = drawn_by(rank, islands, turns=turns)
                     few = pipelined([entry.build(n, r, hosts=islands) for r in symmetry.standing], cuts, most)
                     mine = symmetry.standing.index(rank)
                     assert few[mine] == plans[rank]
@@ -173,32 +176,51 @@ def test_ranks_that_fare_alike_have_the_levels_of_all() -> None:
     assert seen > 50
 
 
+def order_of(entry: Algorithm, rank: int, islands: Hosts, root: int, scale: bool, made: Cut) -> Ordered:
+    """As `GpuPlans` does it."""
+    rooted, n = entry.collective in ROOTED, sum(map(len, islands))
+    symmetry = drawn_by(rank, islands, turns=entry.turns and not rooted)
+    assert len(symmetry.standing) <= n // gcd(*map(len, islands))
+    another = root_for(rank, islands, root) if rooted else root
+    base = [entry.build(n, r, root=another, scale=scale, hosts=islands) for r in symmetry.standing]
+    return ordered(entry.build(n, rank, root=root, scale=scale, hosts=islands), base, symmetry, made, 3, 3)
+
+
 @given(st.data())
-@settings(max_examples=30, deadline=None)
-def test_a_part_of_islands_whose_sizes_have_a_common_divisor_has_the_levels_of_all(data: st.DataObject) -> None:
+@settings(max_examples=40, deadline=None)
+def test_each_rank_has_its_row_of_an_order_of_all_from_the_plans_of_its_part(data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, 4))
-    sizes = data.draw(st.lists(st.integers(1, 3).map(lambda k: parts * k), min_size=2, max_size=4))
-    ranks = iter(data.draw(st.permutations(range(sum(sizes)))))
+    sizes = data.draw(st.lists(st.integers(1, 3).map(lambda k: parts * k), min_size=1, max_size=4))
+    n, ranks = sum(sizes), iter(data.draw(st.permutations(range(sum(sizes)))))
     islands = tuple(tuple(next(ranks) for _ in range(k)) for k in sizes)
-    flat = [e for e in FLAT if e.collective not in ROOTED and e.supports(len(sizes))]
-    entry = data.draw(st.sampled_from([*map(among, flat), *(ISLANDS[e.collective] for e in flat)]))
-    plans = [entry.build(sum(sizes), r, hosts=islands) for r in range(sum(sizes))]
-    plans = pipelined(plans, *data.draw(st.sampled_from([((0, 1), None), ((0, 1, 4, 5), 2), ((0, 1, 2, 3, 4), 1)])))
-    rank = data.draw(st.integers(0, len(plans) - 1))
-    symmetry = drawn_by(rank, islands, turns=entry.turns, rooted=False)
-    assert len(symmetry.standing) <= sum(k // parts for k in sizes)
-    few, mine = [plans[r] for r in symmetry.standing], symmetry.standing.index(rank)
-    assert Waits(few, 3, symmetry).levels(3)[mine] == Waits(plans, 3).levels(3)[rank]
+    flat = [among(e) for e in FLAT if e.supports(len(sizes))]
+    entry = data.draw(st.sampled_from([*flat, *(e for kind, e in ISLANDS.items() if kind is not Collective.ALLTOALL)]))
+    root = data.draw(st.integers(0, n - 1)) if entry.collective in ROOTED else 0
+    cuts = data.draw(st.sampled_from([(0, 1), (0, 1, 4, 5), (0, 1, 2, 3, 4)])) if len(sizes) > 1 else (0, 1)
+    made = Cut(cuts, data.draw(st.integers(1, cuts[-1])), 1)
+    scale = entry.collective in REDUCING and data.draw(st.booleans())
+    plans = [entry.build(n, r, root=root, scale=scale, hosts=islands) for r in range(n)]
+    plans, found = pipelined(plans, *made[:2]), [order_of(entry, r, islands, root, scale, made) for r in range(n)]
+    assert [each.plan for each in found] == plans
+    serialisable(plans, [each.order for each in found], 3)
+    waits, levels = Waits(plans, 3), np.concatenate([each.levels for each in found])
+    earlier, later, far = waits.pairs
+    assert (levels[later] - levels[earlier] >= np.where(far, 3, 1)).all()
+    for island in islands:
+        rows = {tuple(found[r].levels[i] for i in found[r].plan.columns.locals) for r in island}
+        assert len(rows) == 1
+    if entry.collective not in ROOTED:
+        assert tuple(each.levels for each in found) == waits.levels(3)
 
 
 def test_whose_plans_a_rank_draws() -> None:
     eights = side_by_side(*[8] * 128)
-    assert drawn_by(77, eights, turns=True, rooted=False).standing == (77,)
-    assert drawn_by(77, eights, turns=False, rooted=False).standing == tuple(range(5, 1024, 8))
-    assert drawn_by(77, eights, turns=True, rooted=True).standing == tuple(range(1024))
-    of_few = drawn_by(77, side_by_side(64, 192), turns=True, rooted=False).standing
-    assert of_few == (4, 76, 77, 78)
-    assert len(drawn_by(77, side_by_side(500, 524), turns=True, rooted=False).standing) == 256
+    assert drawn_by(77, eights, turns=True).standing == (77,)
+    assert drawn_by(77, eights, turns=False).standing == tuple(range(5, 1024, 8))
+    assert [root_for(rank, eights, 77) for rank in (77, 85, 76)] == [78, 78, 77]
+    assert drawn_by(77, side_by_side(64, 192), turns=True).standing == (4, 76, 77, 78)
+    assert root_for(77, side_by_side(64, 192), 76) == 79
+    assert len(drawn_by(77, side_by_side(500, 524), turns=True).standing) == 256
 
 
 def test_which_algorithms_turn() -> None:

@@ -8,15 +8,19 @@ import json
 import mmap
 import os
 import random
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hetcoll.errors import ArgumentError, DeviceError, RegistrationError
+from hetcoll.errors import ArgumentError, DeviceError, InitError, RegistrationError
 from hetcoll.links.verbs import memory
 from hetcoll.links.verbs.memory import Memory
 from hetcoll.links.verbs.report import by_peer, describe, fell_back
@@ -87,6 +91,24 @@ def test_both_ends_see_the_same_rails() -> None:
     t = cluster([nic(0, 1), nic(1, 1)], [nic(1, 2)], [nic(0, 3), nic(1, 3), nic(2, 3)])
     for a, b in itertools.combinations(range(3), 2):
         assert t.rails(a, b) == tuple((i, j) for j, i in t.rails(b, a))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_first_two_that_rdma_does_not_join_are_found_without_a_look_at_all_pairs(data: st.DataObject) -> None:
+    ports = [nic(0, 1), nic(1, 2), infiniband(0, "fe80000000000000"), infiniband(1, "fe80000000000001")]
+    nics = data.draw(st.lists(st.lists(st.sampled_from(ports), max_size=3, unique=True), min_size=2, max_size=8))
+    hosts = data.draw(st.text("abc", min_size=len(nics), max_size=len(nics)))
+    deaf = data.draw(st.lists(st.sampled_from(["", "deaf"]), min_size=len(nics), max_size=len(nics)))
+    t = replace(cluster(*nics, setting=data.draw(st.sampled_from(["auto", "verbs"])), hosts=hosts), cross="direct")
+    t = replace(t, ranks=tuple(replace(info, no_direct=why) for info, why in zip(t.ranks, deaf, strict=True)))
+    pairs = [pair for pair in itertools.combinations(range(t.size), 2) if t.transport(*pair) != "shm"]
+    wrong = next((reason for a, b in pairs if (reason := t.not_direct(a, b))), None)
+    with nullcontext() if wrong is None else pytest.raises(InitError, match=re.escape(wrong)):
+        t.equipped([("cuda", "")] * t.size, deaf)
+    if len(t.hosts) > 1:
+        firsts = itertools.combinations([host[0] for host in t.hosts], 2)
+        assert t.between_hosts == ("verbs" if all(t.transport(*pair) == "verbs" for pair in firsts) else "tcp")
 
 
 def test_rails_follow_the_gpus_that_ranks_use() -> None:

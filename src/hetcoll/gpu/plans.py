@@ -17,7 +17,7 @@ import hetcoll._native as _native
 from ..calls import Call
 from ..plan.algorithms.atoms import AMONG
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
-from ..plan.order import Ordered, drawn_by, ordered
+from ..plan.order import Ordered, drawn_by, ordered, root_for
 from ..plan.pieces import GRAIN, SLOTS, Lengths, cut, message_pieces
 from ..plan.pipeline import ramp
 from ..plan.symmetry import Symmetry, everyone
@@ -95,7 +95,7 @@ class GpuPlans(Generic[S]):
         self.kernel: MessageKernel | None = None
         """What binds messages that are its, once the ways of the host are known to work."""
         self._mates = next(island for island in islands.islands if rank in island)
-        self._bases: Kept[tuple[object, ...], tuple[list[Plan], Symmetry]] = Kept(_BASES)
+        self._bases: Kept[tuple[object, ...], tuple[Plan, list[Plan], Symmetry]] = Kept(_BASES)
         self._drawn: Kept[tuple[object, ...], Ordered] = Kept()
 
     def compile(self, call: Call, choice: Choice) -> S:
@@ -117,13 +117,11 @@ class GpuPlans(Generic[S]):
             entry.name,
             bool(call.compress),
         )
-        base, symmetry = self._bases.get_or(key, lambda: self._base(call, choice))
+        own, base, symmetry = self._bases.get_or(key, lambda: self._base(call, choice))
         made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, Lengths.of(base), item)
         if len(islands) == 1:
             made = made._replace(at=(0, 1))
-        plan, order, rise = self._drawn.get_or(
-            (*key, made), lambda: ordered(base, symmetry, self._rank, made, SLOTS, _LAG)
-        )
+        plan, order, rise = self._drawn.get_or((*key, made), lambda: ordered(own, base, symmetry, made, SLOTS, _LAG))
         points = plan.points()
         tables = [
             offsets(counts, units // len(counts), at, grain, made.length * made.equal)
@@ -245,21 +243,24 @@ class GpuPlans(Generic[S]):
         smallest, largest = message_pieces(nbytes, self._slot_bytes)
         return ramp(max(1, -(-nbytes // smallest)), largest // smallest)
 
-    def _base(self, call: Call, choice: Choice) -> tuple[list[Plan], Symmetry]:
-        """The plans that the order of this rank's steps follows from, and whose they are."""
+    def _base(self, call: Call, choice: Choice) -> tuple[Plan, list[Plan], Symmetry]:
+        """This rank's plan, those that the order of its steps follows from, and whose they are."""
         entry, islands = choice.algorithm, choice.islands
         assert entry is not None, "it is a plan"
         scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
-        how: dict[str, Any] = {"root": call.root, "scale": scale and not whole, "logical": self._logical(call)}
+        how: dict[str, Any] = {"scale": scale and not whole, "logical": self._logical(call)}
         how["ordered"] = self._planner.ordered
         if call.compress:
             how |= {"hosts": islands, "compress": True, "groups": self._planner.compression.groups}
         elif len(islands) < self._size:
             how["hosts"] = islands
-        symmetry = everyone(self._size)
-        if not call.compress and not self._planner.ordered and call.collective.plain in AMONG:
-            symmetry = drawn_by(self._rank, islands, turns=entry.turns, rooted=call.collective in ROOTED)
-        return [entry.build(self._size, r, **how) for r in symmetry.standing], symmetry
+        symmetry, rooted, root = everyone(self._size), call.collective.plain in ROOTED, call.root
+        if not call.compress and not self._planner.ordered and (rooted or call.collective.plain in AMONG):
+            symmetry = drawn_by(self._rank, islands, turns=entry.turns and not rooted)
+            root = root_for(self._rank, islands, root) if rooted else root
+        base = [entry.build(self._size, r, root=root, **how) for r in symmetry.standing]
+        own = base[symmetry.standing.index(self._rank)]
+        return own if root == call.root else entry.build(self._size, self._rank, root=call.root, **how), base, symmetry
 
     def _logical(self, call: Call) -> bool:
         return call.op in LOGICAL and self._size == 1

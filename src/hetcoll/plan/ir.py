@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError
 from ..types import Collective
-from .steps import MOST_NUMBERS, Buf, Columns, Ints, Local, Numbers, Op, Span, Spans, Step, row_of
+from .steps import MOST_NUMBERS, Buf, Columns, Ints, Local, Numbers, Op, Span, Spans, Step, fresh, row_of
 
 __all__ = [
     "HEADER", "MAGIC", "MOST_UNITS", "P2P_CHANNEL", "SPAN", "STEP", "Buf", "Builder", "Columns", "Local", "Op", "Plan",
@@ -52,6 +52,7 @@ SPAN = struct.Struct("<iii")
 MOST_UNITS = 1 << 30  # of a buffer, and of its copies in SCRATCH: kMostUnits in native/plan/plan.cc
 assert (HEADER.size, STEP.size) == (40, 48)  # native/plan/plan.h asserts the same
 _NO_SPANS = np.zeros((3, 0), np.int64)
+_NOTHING = np.zeros(0, np.int64)
 _ROW = struct.Struct("11q").pack  # of short rows NumPy takes longer
 FEW = 24  # steps: so few are made faster one by one
 Points = tuple[Sequence[int], Sequence[int]]
@@ -192,6 +193,12 @@ class Plan:
             parts.shape[1], place,
         )  # fmt: skip
         return head + _words(rows.T, columns.deps, parts.T)
+
+
+def first_mates(plans: Sequence[Plan]) -> list[int]:
+    """For each of some ranks' plans the first member of the rank's island."""
+    first = {rank: island[0] for island in plans[0].islands for rank in island}
+    return [first.get(plan.rank, plan.rank) for plan in plans]
 
 
 def _words(*arrays: Numbers) -> bytes:
@@ -364,36 +371,26 @@ class Builder:
                 self.add(op, lane, a, b, to, channel, after, None, code)
             return np.arange(first, first + n)
         values = (op, lane, peer, channel, compressed, *row_of(src), *row_of(dst))
-        given = [d for d in deps if d is not None]
         wide = any(isinstance(value, np.ndarray) and value.dtype == np.object_ for value in values)
         table: Numbers = np.empty((len(values), n), np.object_ if wide else np.int64)
-        for at, value in enumerate(values):
-            table[at] = value
-        self._fold()
-        self._many.append(
-            Columns(table[:5].astype(np.int64, copy=False), table[5:8], table[8:], *self._waits(lane, n, given), {})
-        )
-        self.lanes.extend(array("i", [lane]) * n)
-        return np.arange(first, first + n)
+        for row, value in enumerate(values):
+            table[row] = value
+        at, waits = [_NOTHING], [_NOTHING]
+        for d in (d for d in deps if d is not None):  # the first step waits for what all wait for
+            at.append(np.arange(n) if isinstance(d, np.ndarray) else np.zeros(1, np.int64))
+            waits.append(np.broadcast_to(d, at[-1].shape))
+        return self.add_table(table, np.concatenate(at), np.concatenate(waits))
 
-    def _waits(self, lane: int, n: int, deps: Sequence[Ints | int]) -> tuple[Ints, Ints]:
-        """What is left of the deps of `n` steps, and where those of each step begin and end."""
-        ends, alike = np.zeros(n + 1, np.int64), [d for d in deps if isinstance(d, int)]
-        if len(alike) == len(deps):  # the first step waits for all
-            kept = self._fresh(lane, alike)
-            ends[1:] = len(kept)
-            return np.array(kept, np.int64), ends
-        rows = np.empty((n, len(deps)), np.int64)
-        for column, each in zip(rows.T, deps, strict=True):
-            column[:] = each
-        rows.sort(axis=1)
-        lanes = np.where(rows < 0, lane, np.append(np.frombuffer(self.lanes, np.intc), lane)[rows])
-        left = np.zeros(rows.shape, np.bool_)
-        for other in set(np.unique(lanes).tolist()) - {lane}:
-            theirs = np.where(lanes == other, rows, -1)
-            last = np.maximum.accumulate(np.append(self._waited.get((lane, other), -1), theirs.max(axis=1)))
-            left |= theirs > last[:-1, None]
-            self._waited[lane, other] = int(last[-1])
-        left[:, 1:] &= rows[:, 1:] != rows[:, :-1]
-        np.cumsum(left.sum(axis=1), out=ends[1:])
-        return rows[left], ends
+    def add_table(self, table: Numbers, at: Ints, deps: Ints) -> Ints:
+        """Append steps of any lanes, whose fields, src and dst are the rows of `table`, and return their indices. The
+        step in column ``at[i]`` waits for ``deps[i]``, or for nothing if that is -1."""
+        first, n = len(self.lanes), table.shape[1]
+        self._fold()
+        fields = table[:5].astype(np.int64, copy=False)
+        self.lanes.frombytes(fields[1].astype(np.intc).tobytes())
+        lanes = np.frombuffer(self.lanes, np.intc).astype(np.int64)
+        at, deps = fresh(at[deps >= 0] + first, deps[deps >= 0], lanes, self._waited)
+        ends = np.zeros(n + 1, np.int64)
+        np.cumsum(np.bincount(at - first, minlength=n), out=ends[1:])
+        self._many.append(Columns(fields, table[5:8], table[8:], deps, ends, {}))
+        return np.arange(first, first + n)

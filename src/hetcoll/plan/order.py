@@ -34,7 +34,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from .costs import Hosts
-from .ir import Op, Plan
+from .ir import Op, Plan, first_mates
 from .pieces import Cut
 from .pipeline import keeps_steps, pipelined
 from .simulator import RECEIVES
@@ -43,23 +43,37 @@ from .steps import Ints
 from .symmetry import Symmetry, everyone
 
 
-def drawn_by(rank: int, islands: Hosts, *, turns: bool, rooted: bool) -> Symmetry:
+def drawn_by(rank: int, islands: Hosts, *, turns: bool) -> Symmetry:
     """The ranks whose plans are enough for `rank` to order its steps.
 
     Islands whose sizes have a common divisor fare as so many smaller ones side by side: members exchange messages with
     those of the same part alone, and those of other parts do the same. `turns`: so do islands of equal size, round the
-    ring. `rooted`: one member of one island fares otherwise than its mates, so all are drawn.
+    ring.
     """
-    if rooted:
-        return everyone(sum(map(len, islands)))
-    parts = gcd(*map(len, islands))
-    place, k = next((island.index(rank), len(island)) for island in islands if rank in island)
-    part = place * parts // k
+    part, parts = _part(rank, islands), gcd(*map(len, islands))
     ranks = [r for i in islands for r in i[part * len(i) // parts : (part + 1) * len(i) // parts]]
     if turns and len(ranks) == len(islands):
         at = ranks.index(rank)
         return Symmetry(((*ranks[at:], *ranks[:at]),))
     return Symmetry(tuple((r,) for r in sorted(ranks)))
+
+
+def _part(rank: int, islands: Hosts) -> int:
+    island = next(island for island in islands if rank in island)
+    return island.index(rank) * gcd(*map(len, islands)) // len(island)
+
+
+def root_for(rank: int, islands: Hosts, root: int) -> int:
+    """With which root those plans are drawn: with one of another part than that of `rank`, where there is one.
+
+    The root has the steps of its mates, which may wait for less, and perhaps some more at the end: it scales. If it
+    takes its steps in the order of a mate's, all parts fare alike, its own too.
+    """
+    parts = gcd(*map(len, islands))
+    if parts == 1 or _part(root, islands) != _part(rank, islands):
+        return root
+    island = next(island for island in islands if root in island)
+    return island[(island.index(root) + len(island) // parts) % len(island)]
 
 
 class Waits:
@@ -106,7 +120,7 @@ class Waits:
         """For each step its own number, but for a LOCAL step that of the first member of the island."""
         nodes, gates = np.arange(len(self._plan)), np.flatnonzero(self._op == Op.LOCAL)
         plan = self._plan[gates]
-        island = np.array([plan.island[0] for plan in self._plans])[plan]
+        island = np.array(first_mates(self._plans))[plan]
         nth = np.arange(len(gates)) - np.searchsorted(plan, plan)
         _, first, gate = np.unique(island * len(nodes) + nth, return_index=True, return_inverse=True)
         nodes[gates] = gates[first][gate]
@@ -188,13 +202,13 @@ class Ordered(NamedTuple):
     levels: tuple[int, ...]
 
 
-def ordered(base: Sequence[Plan], symmetry: Symmetry, rank: int, made: Cut, slots: int, lag: int) -> Ordered:
-    """What `rank` does, from the plans of those that `drawn_by` gives."""
-    mine = symmetry.standing.index(rank)
-    if keeps_steps(base[mine], made.at, made.most):
-        (plan,), plans = pipelined([base[mine]], made.at, made.most), base
+def ordered(own: Plan, base: Sequence[Plan], symmetry: Symmetry, made: Cut, slots: int, lag: int) -> Ordered:
+    """What the rank of the plan `own` does, from those of `drawn_by`, drawn with the root of `root_for`."""
+    if keeps_steps(own, made.at, made.most):
+        plan, plans = pipelined([own], made.at, made.most)[0], base
     else:
-        plans = pipelined(base, made.at, made.most)
-        plan = plans[mine]
-    waits = Waits(plans, slots, symmetry)
-    return Ordered(plan, waits.orders()[mine], waits.levels(lag)[mine])
+        *plans, plan = pipelined([*base, own], made.at, made.most)
+    waits, mine = Waits(plans, slots, symmetry), symmetry.standing.index(own.rank)
+    order, levels = waits.orders()[mine], waits.levels(lag)[mine]
+    more = range(len(order), len(plan.steps))
+    return Ordered(plan, (*order, *more), (*levels, *(max(levels) + 1 + step - more.start for step in more)))

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..types import WHOLE, Collective
-from .ir import Local, Op, Plan, Span, Step
+from .ir import Local, Op, Plan, Span, Step, first_mates
 from .simulator import follows
 
 Parts = tuple[Span | None, ...]
@@ -84,9 +84,11 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
     if cuts[-1] == 1 or any(plan.collective is Collective.BARRIER for plan in plans):
         return list(plans)
     units = (most or cuts[-1]) * longest_message(plans)
-    islands = {plan.island for plan in plans}
-    starts, shared = {island: _starts(plans, island) for island in islands}, _Shared()
-    return [_pipelined(plan, tuple(cuts), units, starts[plan.island], shared) for plan in plans]
+    firsts = first_mates(plans)
+    starts, shared = _starts(plans, firsts), _Shared()
+    return [
+        _pipelined(plan, tuple(cuts), units, starts[first], shared) for plan, first in zip(plans, firsts, strict=True)
+    ]
 
 
 def keeps_steps(plan: Plan, cuts: Sequence[int], most: int | None = None) -> bool:
@@ -103,11 +105,13 @@ def longest_message(plans: Sequence[Plan]) -> int:
     return min(share_units(plans[0]), longest or 1)
 
 
-def _starts(plans: Sequence[Plan], island: tuple[int, ...]) -> list[bool]:
-    """For each LOCAL step of an island, whether it waits for anything but its lane, on any member."""
-    members = [plan for plan in plans if plan.island == island]
-    rows = [[bool(step.deps) for step in plan.steps if step.op is Op.LOCAL] for plan in members]
-    return [any(waits) for waits in zip_longest(*rows)]
+def _starts(plans: Sequence[Plan], firsts: Sequence[int]) -> dict[int, list[bool]]:
+    """For each island, and each of its LOCAL steps, whether it waits for anything but its lane, on any member."""
+    rows: dict[int, list[list[bool]]] = {first: [] for first in firsts}
+    for plan, first in zip(plans, firsts, strict=True):
+        ends = plan.columns.ends
+        rows[first].append([bool(ends[i] < ends[i + 1]) for i in plan.columns.locals])
+    return {first: [any(waits) for waits in zip_longest(*each)] for first, each in rows.items()}
 
 
 class _Shared:

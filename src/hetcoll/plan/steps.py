@@ -267,3 +267,25 @@ def _table(rows: Sequence[tuple[int, ...]], width: int) -> Numbers:
 
 def _spans(table: Numbers) -> list[Span | None]:
     return [None if buf < 0 else Span(_BUFS[buf], start, count) for buf, start, count in table.T.tolist()]
+
+
+def fresh(at: Ints, deps: Ints, lanes: Ints, waited: dict[tuple[int, int], int]) -> tuple[Ints, Ints]:
+    """Which steps wait for which, where step ``at[i]`` was to wait for ``deps[i]``: in order, each once, and without
+    what its own lane does, or an earlier step of that has waited for. `waited` has the last one by lane and other lane.
+    """
+    order = np.lexsort((deps, at))
+    at, deps = at[order], deps[order]
+    left = np.ones(at.shape, np.bool_)
+    left[1:] = (np.diff(at) != 0) | (np.diff(deps) != 0)
+    edges = lanes[at] << 32 | lanes[deps]
+    for edge in np.unique(edges).tolist():
+        lane, other = edge >> 32, edge & 0xFFFFFFFF
+        these = np.flatnonzero(edges == edge)
+        if lane == other:
+            left[these] = False
+            continue
+        steps, waits = at[these], deps[these]
+        last = np.maximum.accumulate(np.append(waited.get((lane, other), -1), waits))
+        left[these] &= waits > last[np.searchsorted(steps, steps)]
+        waited[lane, other] = int(last[-1])
+    return at[left], deps[left]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Literal
 
 from ..errors import ArgumentError, InitError, spell_ranks
-from .rails import Nic, pair_up
+from .rails import Nic, first_apart, pair_up
 
 Islands = tuple[tuple[int, ...], ...]
 """The ranks of each island, in the order in which its members count."""
@@ -156,16 +155,25 @@ class Topology:
         for info in self.ranks:
             if not info.nics:
                 raise ArgumentError(f"RDMA is asked for, but rank {info.rank} has none: {info.no_nics or 'not found'}")
-        for a, b in itertools.combinations(range(self.size), 2):
-            if not self.rails(a, b):
-                raise ArgumentError(f"RDMA is asked for, but {self.without_rails(a, b)}")
+        if apart := self._apart(range(self.size)):
+            raise ArgumentError(f"RDMA is asked for, but {self.without_rails(*apart)}")
 
     def _check_direct(self) -> None:
         """InitError where two ranks that have GPUs, or may have, on different hosts, cannot go the direct way."""
         gpus = [info.rank for info in self.ranks if info.wish != "cpu"]
-        for a, b in itertools.combinations(gpus, 2):
-            if self.transport(a, b) != "shm" and (reason := self.not_direct(a, b)):
-                raise InitError(f"HETCOLL_CROSS=direct: {reason}")
+        if apart := self._apart(gpus, direct=True):
+            raise InitError(f"HETCOLL_CROSS=direct: {self.not_direct(*apart)}")
+
+    def _apart(self, ranks: Iterable[int], *, direct: bool = False) -> Pair | None:
+        """The first two of these ranks that RDMA would have to join, and does not; `direct`: from GPU to GPU."""
+        return first_apart(  # ranks of one host share memory, but for where RDMA is asked for
+            (
+                info.rank,
+                info.host if self.setting == "auto" else info.rank,
+                () if direct and info.no_direct else info.nics,
+            )
+            for info in map(self.ranks.__getitem__, ranks)
+        )
 
     @cached_property
     def size(self) -> int:
@@ -337,14 +345,10 @@ class Topology:
     @cached_property
     def between_hosts(self) -> Path:
         """What carries data between hosts: TCP where it does between some of them."""
-        if len(self.hosts) == 1:
+        if len(self.hosts) == 1 or self.setting not in ("auto", "verbs"):
             return "tcp"
-        kinds = dict[tuple[Nic, ...], list[int]]()
-        for host in self.hosts:
-            kinds.setdefault(self.ranks[host[0]].nics, []).append(host[0])
-        firsts = [rank for ranks in kinds.values() for rank in ranks[:2]]  # hosts with the same devices are alike
-        pairs = itertools.combinations(firsts, 2)
-        return "verbs" if all(self.transport(a, b) == "verbs" for a, b in pairs) else "tcp"
+        apart = self.setting == "auto" and self._apart(host[0] for host in self.hosts)
+        return "tcp" if apart else "verbs"
 
     @cached_property
     def rate(self) -> tuple[int, int]:

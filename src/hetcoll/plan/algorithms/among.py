@@ -8,11 +8,13 @@ links carry a part at a time.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from math import lcm
+
+import numpy as np
 
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
-from ..ir import Buf, Plan, Step
+from ..ir import Buf, Plan
+from ..steps import Ints
 from .atoms import AMONG, Shares, Steps, Whole, atoms_of
 from .base import Algorithm, Draft, inp, out, tmp
 from .islands import ISLANDS, Regions, Split
@@ -38,8 +40,7 @@ def _draw(entry: Algorithm, p: Draft) -> None:
         return
     if not entry.supports(len(p.hosts)):
         raise ArgumentError(f"{entry.collective.label} by {entry.name} does not support {len(p.hosts)} islands")
-    home = next(i for i, island in enumerate(p.hosts) if p.root in island)
-    here = next(i for i, island in enumerate(p.hosts) if p.rank in island)
+    home, here = p.there.of[p.root], p.there.of[p.rank]
     later = p.collective is Collective.REDUCE and len(p.hosts[home]) > 1  # the root's mates add to it after this
     flat = entry.build(len(p.hosts), here, root=home, scale=p.average and not later)
     p.credits, p.redundant, p.scratch_like = flat.credits, flat.redundant, flat.scratch_like
@@ -49,17 +50,26 @@ def _draw(entry: Algorithm, p: Draft) -> None:
 class _Inside(Steps):
     """LOCAL steps bring regions together: `ready` has the last one of each."""
 
-    ready: dict[int, int]
+    ready: Ints
 
-    def before(self, i: int, step: Step) -> list[int]:
-        spans = (span for span in (step.src, step.dst) if span is not None and span.buf is not Buf.SCRATCH)
-        return [self.ready[region] for span in spans for region in self.regions(span) if region in self.ready]
+    def before(self) -> tuple[Ints, Ints, Ints]:
+        rows = [self.regions(np.where(x[0] == Buf.SCRATCH, -1, x)) for x in (self.steps.src, self.steps.dst)]
+        (steps, regions), a = map(np.concatenate, zip(*rows, strict=True)), len(self.atoms)
+        return np.repeat(steps, a), np.tile(np.arange(a), steps.size), np.repeat(self.ready[regions], a)
+
+    def writers(self) -> dict[int, list[int]]:
+        """The steps that write RECV, by region."""
+        steps, regions = self.regions(np.where(self.steps.dst[0] == Buf.RECV, self.steps.dst, -1))
+        found: dict[int, list[int]] = {region: [] for region in range(len(self.p.hosts))}
+        for step, region in zip(steps.tolist(), regions.tolist(), strict=True):
+            found[region] += self.made(step).tolist()
+        return found
 
 
 class _Whole(_Inside, Whole):
     def __init__(self, p: Draft, flat: Plan) -> None:
-        super().__init__(p, flat, atoms_of(p.hosts), lcm(*map(len, p.hosts)))
-        self.at, self.ready = Split(p, parts=flat.send_units), {}
+        super().__init__(p, flat, atoms_of(p.there), p.there.common)
+        self.at, self.ready = Split(p, parts=flat.send_units), np.full(1, -1)
 
     def draw(self) -> None:
         p, at = self.p, self.at
@@ -70,16 +80,19 @@ class _Whole(_Inside, Whole):
         mine = at.intervals(out)[at.j]
         first: int | None = None
         if at.k > 1 and p.collective is Collective.ALLREDUCE:
-            first, self.held = p.local(self.lane, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp)), out
+            first, self.held = (
+                p.local(self.lane, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp)),
+                Buf.RECV,
+            )
         elif at.k > 1 and p.rank == p.root:
             p.local(self.lane, Collective.BROADCAST, root=p.root, src=inp(0, at.units))
         elif at.k > 1 and at.i == at.home:
-            first, self.held = p.local(self.lane, Collective.BROADCAST, root=p.root, dst=out(0, at.units)), out
-        self.ready = {0: first} if first is not None else {}
+            first, self.held = p.local(self.lane, Collective.BROADCAST, root=p.root, dst=out(0, at.units)), Buf.RECV
+        self.ready[0] = -1 if first is None else first
         self.run()
         if at.k > 1 and (p.collective is Collective.ALLREDUCE or at.i != at.home):
             parts = at.intervals(out)
-            p.local(self.lane, Collective.ALLGATHER, src=mine, parts=parts, after=self.writers(0))
+            p.local(self.lane, Collective.ALLGATHER, src=mine, parts=parts, after=self.writers()[0])
 
     def _reduce(self) -> None:
         """As in `islands`: the root's island adds up to its members' intervals, and reduces to the root."""
@@ -89,17 +102,17 @@ class _Whole(_Inside, Whole):
             p.scratch_copies += 1
         if at.i != at.home:
             if at.k > 1:
-                mine, self.held = at.intervals(tmp)[at.j], tmp
+                mine, self.held = at.intervals(tmp)[at.j], Buf.SCRATCH
                 self.ready[0] = p.local(self.lane, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp))
             self.run()
             return
         if at.k > 1:
-            self.into = tmp
+            self.into = Buf.SCRATCH
         self.run()
         if at.k == 1:
             return
         reduced: int | None = None
-        before = [step for done in self.done for steps in done for step in steps]
+        before = range(len(p.lanes))
         for j, (term, result) in enumerate(zip(at.intervals(inp), at.intervals(out), strict=True)):
             src = at.intervals(tmp)[j] if j == at.j else term
             dst = result if p.rank == p.root else None
@@ -110,8 +123,8 @@ class _Whole(_Inside, Whole):
 
 class _Shares(_Inside, Shares):
     def __init__(self, p: Draft, flat: Plan) -> None:
-        super().__init__(p, flat, atoms_of(p.hosts), lcm(*map(len, p.hosts)))
-        self.at, self.ready = Regions(p, parts=flat.pieces), {}
+        super().__init__(p, flat, atoms_of(p.there), p.there.common)
+        self.at, self.ready = Regions(p, parts=flat.pieces), np.full(len(p.hosts), -1)
 
     def draw(self) -> None:
         p, at = self.p, self.at
@@ -137,18 +150,19 @@ class _Shares(_Inside, Shares):
         if at.k > 1:
             own = p.local(self.lane, Collective.ALLGATHER, src=inp(0, at.pieces), parts=at.shares(out))
         self.run(skip=own)
+        writers = self.writers()
         for region in self._order(Buf.RECV, first=False) if at.k > 1 else ():
             if region != at.i:
-                came = self.writers(region)
+                came = writers[region]
                 for parts in at.rows(out, region, merge=True):
                     p.local(self.lane, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
 
     def _order(self, buf: Buf, *, first: bool) -> list[int]:
         """The regions by the first, or last, step that touches them in `buf`: the same on all members."""
-        at: dict[int, int] = {}
-        for i, step in enumerate(self.flat.steps):
-            for span in (step.src, step.dst):
-                for region in self.regions(span) if span is not None and span.buf is buf else ():
-                    at.setdefault(region, i)
-                    at[region] = at[region] if first else i
-        return sorted(at, key=lambda region: (at[region], region))
+        rows = [self.regions(np.where(x[0] == buf, x, -1)) for x in (self.steps.src, self.steps.dst)]
+        steps, regions = map(np.concatenate, zip(*rows, strict=True))
+        at = np.full(len(self.p.hosts), len(self.steps) if first else -1)
+        (np.minimum if first else np.maximum).at(at, regions, steps)
+        found = np.unique(regions)
+        order: list[int] = found[np.lexsort((found, at[found]))].tolist()
+        return order

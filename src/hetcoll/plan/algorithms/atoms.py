@@ -10,23 +10,24 @@ order, before its next event does. A FIFO carries message 0 of all atoms that it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...types import Collective
-from ..costs import Hosts
-from ..ir import Buf, Op, Plan, Span, Step
-from .base import Draft, inp, out, tmp
+from ..ir import Buf, Op, Plan
+from ..steps import MOST_NUMBERS, Ints, Numbers
+from .base import Draft, Groups
 
 AMONG = (
     Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER, Collective.BROADCAST, Collective.REDUCE,
 )  # fmt: skip
 """The collectives whose algorithms run among islands or hosts; others have one way there."""
-
-Make = Callable[[int, int], Span]  # inp, out or tmp
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,33 @@ class Atom:
 
 
 @lru_cache(maxsize=8)
-def atoms_of(groups: Hosts) -> tuple[Atom, ...]:
+def atoms_of(there: Groups) -> tuple[Atom, ...]:
+    groups, common = there.ranks, there.common
     sizes = set(map(len, groups))
-    common = lcm(*sizes)
     cuts = sorted({common * j // k for k in sizes for j in range(k + 1)})
     return tuple(Atom(a, b, tuple(group[a * len(group) // common] for group in groups)) for a, b in pairwise(cuts))
+
+
+class Placed(NamedTuple):
+    """Spans that stand for some of the flat plan's: for which of these, and of the atoms, and where they are.
+
+    They are in the order of the flat plan's spans, then of atoms, then of the parts of one.
+    """
+
+    row: Ints
+    atom: Ints
+    spans: Numbers
+
+    def nth(self) -> Ints:
+        """Of the spans of one row and atom, which one each is."""
+        edge = np.flatnonzero(np.diff(self.row, prepend=-1) | np.diff(self.atom, prepend=-1))
+        return np.arange(self.row.size) - np.repeat(edge, np.diff(edge, append=self.row.size))
+
+
+def spread_out(counts: Ints) -> tuple[Ints, Ints]:
+    """For each of so many of each row: its row, and its number among those of the row."""
+    row = np.repeat(np.arange(counts.size), counts)
+    return row, np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class Steps:
@@ -52,61 +75,80 @@ class Steps:
 
     def __init__(self, p: Draft, flat: Plan, everyone: tuple[Atom, ...], common: int) -> None:
         self.p, self.flat, self.common, self.everyone = p, flat, common, everyone
-        self.atoms = [atom for atom in everyone if p.rank in atom.owners]
-        self.here = next(i for i, group in enumerate(p.hosts) if p.rank in group)
+        self.here = p.there.of[p.rank]
+        self.atoms = [atom for atom in everyone if atom.owners[self.here] == p.rank]
         self.mates = p.hosts[self.here]
         self.lane = flat.lanes  # the first that it has not
-        self.done: list[list[list[int]]] = []  # the steps that each step of `flat` has become, for each atom
+        self.steps = flat.columns
+        self.shift = 0  # copies of SCRATCH that are in use here
+        self.begin, self.count = np.zeros((2, len(self.steps)), np.int64)  # of what each step of `flat` has become
+        self.each = np.zeros(0, np.int64)  # spans of an atom in each step
 
-    def spans(self, atom: Atom, span: Span | None) -> list[Span]:
-        """Those of an atom that `span` of the flat plan stands for."""
+    def place(self, spans: Numbers, atoms: Sequence[Atom], buf: Buf | None = None) -> Placed:
+        """Those of `atoms` that spans of the flat plan stand for: where they are here, or in the caller's `buf`."""
         raise NotImplementedError
 
-    def regions(self, span: Span) -> Iterable[int]:
-        """The groups in whose regions it lies; 0 of a whole buffer."""
+    def regions(self, spans: Numbers) -> tuple[Ints, Ints]:
+        """Which of these spans lies in the region of which group; all in that of group 0 where buffers are whole."""
         raise NotImplementedError
 
-    def before(self, i: int, step: Step) -> Iterable[int]:
-        """The steps that bring together, for the i-th atom, what a step of the flat plan touches."""
+    def before(self) -> tuple[Ints, Ints, Ints]:
+        """What brings together what steps of the flat plan touch: the step, which atom of it, after which step."""
         raise NotImplementedError
+
+    def bounds(self, atoms: Sequence[Atom]) -> tuple[Numbers, Numbers]:
+        """Where atoms begin and end."""
+        most = max(self.p.units, self.p.size * self.p.pieces) * (self.flat.scratch_copies + 2)
+        number = np.int64 if most < MOST_NUMBERS else np.object_
+        return np.array([atom.start for atom in atoms], number), np.array([atom.stop for atom in atoms], number)
 
     def run(self, *, skip: int | None = None) -> None:
-        """Add all steps. `skip`: copies from SEND to RECV are done by that step."""
-        waits = dict[int, int]()
-        for step in self.flat.steps:
-            if skip is not None and step.op is Op.COPY and step.src and step.src.buf is Buf.SEND:
-                self.done.append([[skip]] * len(self.atoms))
-                waits[step.lane] = skip
-                continue
-            self._each(step, waits.pop(step.lane, None))
+        """Add all steps, each for every atom, after those that it depends on for the same atom. What lies in several
+        regions, it is a step for each. `skip`: copies from SEND to RECV are done by that step."""
+        flat, a, first = self.steps, len(self.atoms), len(self.p.lanes)
+        op, lane, peer, channel, codes = flat.fields
+        left = np.full(len(flat), skip is None) | (op != Op.COPY) | (flat.src[0] != Buf.SEND)
+        self.begin[~left] = -1 if skip is None else skip
+        if not a:
+            return
+        ends = [self.place(np.where(left, spans, _NOWHERE), self.atoms) for spans in (flat.src, flat.dst)]
+        each = np.max([np.bincount(end.row, minlength=len(flat)) for end in ends], axis=0) // a
+        self.count[:], self.each = each * a, each
+        begin = np.cumsum(self.count) - self.count
+        self.begin[left] = begin[left] + first
+        of, nth = spread_out(self.count)
+        owners = np.array([atom.owners for atom in self.atoms])
+        peers = np.where(peer[of] >= 0, owners[nth % a, peer[of]], -1)
+        wide = any(end.spans.dtype == np.object_ for end in ends)
+        table = np.zeros((11, of.size), np.object_ if wide else np.int64)
+        table[:5], table[[5, 8]] = (op[of], lane[of], peers, channel[of], codes[of]), -1
+        for rows, end in zip((slice(5, 8), slice(8, 11)), ends, strict=True):
+            table[rows, begin[end.row] + end.nth() * a + end.atom] = end.spans
+        at, deps = map(np.concatenate, zip(*self._waits(left, skip), strict=True))
+        self.p.add_table(table, at - first, deps)
 
-    def _each(self, step: Step, first: int | None) -> None:
-        """`step` for each atom, after those that it depends on for the same atom. Where it lies in several regions, it
-        is a step for each."""
-        rows = [(self.spans(atom, step.src), self.spans(atom, step.dst)) for atom in self.atoms]
-        done: list[list[int]] = [[] for _ in rows]
-        for part in range(max(map(len, rows[0])) if rows else 0):
-            for i, (atom, row) in enumerate(zip(self.atoms, rows, strict=True)):
-                src, dst = (spans[part] if spans else None for spans in row)
-                peer = atom.owners[step.peer] if step.peer >= 0 else -1
-                deps = [first, *self.before(i, step), *(d for dep in step.deps for d in self.done[dep][i])]
-                done[i].append(
-                    self.p.add(
-                        step.op, step.lane, src=src, dst=dst, peer=peer, channel=step.channel, deps=deps,
-                        compressed=step.compressed,
-                    )
-                )  # fmt: skip
-        self.done.append(done)
+    def _waits(self, left: NDArray[np.bool_], skip: int | None) -> Iterator[tuple[Ints, Ints]]:
+        """Which steps wait for which: of several for one atom the first one is enough, as they are in one lane."""
+        flat, a = self.steps, len(self.atoms)
+        after = np.repeat(np.arange(len(flat)), np.diff(flat.ends))
+        kept = left[after]
+        after, on = after[kept], flat.deps[kept]
+        row, nth = spread_out(np.where(left[on], self.count[on], a))  # what was skipped is one step for all atoms
+        yield self.begin[after][row] + nth % a, self.begin[on][row] + np.where(left[on][row], nth, 0)
+        for gone in np.flatnonzero(~left).tolist():
+            later = np.flatnonzero(left & (flat.lane == flat.lane[gone]) & (np.arange(len(flat)) > gone))[:1]
+            yield np.repeat(self.begin[later], a) + np.tile(np.arange(a), later.size), np.full(a * later.size, skip)
+        steps, atoms, deps = self.before()
+        kept = left[steps]
+        yield self.begin[steps[kept]] + atoms[kept], deps[kept]
 
-    def writers(self, region: int) -> list[int]:
-        """The steps that write RECV in a region."""
-        return [
-            new
-            for step, done in zip(self.flat.steps, self.done, strict=True)
-            if step.dst is not None and step.dst.buf is Buf.RECV and region in self.regions(step.dst)
-            for steps in done
-            for new in steps
-        ]
+    def made(self, step: int) -> Ints:
+        """What a step of the flat plan has become."""
+        made: Ints = self.begin[step] + np.arange(max(1, self.count[step]) if self.atoms else 0)
+        return made
+
+
+_NOWHERE = np.array([[-1], [0], [0]])
 
 
 class Whole(Steps):
@@ -115,26 +157,24 @@ class Whole(Steps):
     def __init__(self, p: Draft, flat: Plan, everyone: tuple[Atom, ...], common: int) -> None:
         super().__init__(p, flat, everyone, common)
         self.units = p.units = common * flat.send_units
-        self.held: Make = inp  # where SEND of the flat plan is
-        self.into: Make = out  # where RECV is
-        self.shift = 0  # copies of SCRATCH that are in use here
+        self.held = Buf.SEND  # where SEND of the flat plan is
+        self.into = Buf.RECV  # where RECV is
 
-    def spans(self, atom: Atom, span: Span | None) -> list[Span]:
-        if span is None:
-            return []
-        if span.buf is Buf.SCRATCH:
-            copy, start = divmod(span.start, self.flat.send_units)
-            found = self.stretch(tmp, atom, Span(span.buf, start, span.count))
-            return [tmp((self.shift + copy) * self.units + found.start, found.count)]
-        return [self.stretch(self.held if span.buf is Buf.SEND else self.into, atom, span)]
+    def place(self, spans: Numbers, atoms: Sequence[Atom], buf: Buf | None = None) -> Placed:
+        there = np.flatnonzero(spans[0] >= 0)
+        row, atom = np.repeat(there, len(atoms)), np.tile(np.arange(len(atoms)), there.size)
+        (begins, ends), (which, start, count), each = self.bounds(atoms), spans[:, row], self.flat.send_units
+        copy = np.where(which == Buf.SCRATCH, start // each, 0)
+        start, length = start - copy * each, (ends - begins)[atom]
+        start = begins[atom] * each + start * length
+        if buf is None:
+            buf = np.array([self.held, self.into, Buf.SCRATCH])[which]
+            start = start + np.where(which == Buf.SCRATCH, self.shift + copy, 0) * self.units
+        return Placed(row, atom, np.stack(np.broadcast_arrays(buf, start, count * length)))
 
-    def stretch(self, make: Make, atom: Atom, span: Span) -> Span:
-        """What units of the flat plan are in a buffer of `p`."""
-        each = atom.stop - atom.start
-        return make(atom.start * self.flat.send_units + span.start * each, span.count * each)
-
-    def regions(self, span: Span) -> Iterable[int]:
-        return (0,)
+    def regions(self, spans: Numbers) -> tuple[Ints, Ints]:
+        there = np.flatnonzero(spans[0] >= 0)
+        return there, np.zeros_like(there)
 
 
 class Shares(Steps):
@@ -145,48 +185,68 @@ class Shares(Steps):
         self.pieces = p.pieces = common * flat.pieces
         self.larger = Buf.RECV if p.collective is Collective.ALLGATHER else Buf.SEND
         self.scatters = self.larger is Buf.SEND and len(self.mates) > 1  # what is added up inside is in scratch
-        self.shift = int(self.scatters)  # copies of SCRATCH that are in use here
+        self.shift = int(self.scatters)
 
-    def regions(self, span: Span) -> Iterable[int]:
-        if span.buf is not self.larger:
-            return (self.here,)
-        each = self.flat.pieces
-        return range(span.start // each, (span.start + span.count - 1) // each + 1)
+    def regions(self, spans: Numbers) -> tuple[Ints, Ints]:
+        cut = self.cut(spans)
+        return cut.row, cut.region
 
-    def parts(self, span: Span) -> tuple[int, bool, list[tuple[int, range]]]:
-        """Which copy of SCRATCH a span of the flat plan is in, whether of all regions, and its units by region."""
-        each, copy, start, large = self.flat.pieces, 0, span.start, span.buf is self.larger
-        if span.buf is Buf.SCRATCH:
-            large = self.flat.scratch_like is self.larger
-            copy, start = divmod(start, self.flat.units(self.flat.scratch_like))
-        if not large:
-            start += self.here * each
-        regions = range(start // each, (start + span.count - 1) // each + 1)
-        rows = [(u, range(max(start - u * each, 0), min(start + span.count - u * each, each))) for u in regions]
-        return copy, large, rows
+    def cut(self, spans: Numbers) -> Cut:
+        """Spans of the flat plan by region."""
+        (which, start, count), each = spans, self.flat.pieces
+        scratch, large = which == Buf.SCRATCH, which == self.larger
+        units = self.flat.units(self.flat.scratch_like)
+        copy = np.where(scratch, start // max(1, units), 0)
+        large = np.where(scratch, self.flat.scratch_like is self.larger, large)
+        start = start - copy * units + np.where(large, 0, self.here * each)
+        first = start // each
+        row, nth = spread_out(np.where(which < 0, 0, (start + count - 1) // each - first + 1))
+        region = first[row] + nth
+        begin = np.maximum(start[row] - region * each, 0)
+        length = np.minimum((start + count)[row] - region * each, each) - begin
+        return Cut(row, region, begin, length, copy[row], large[row])
 
-    def spans(self, atom: Atom, span: Span | None) -> list[Span]:
-        if span is None:
-            return []
-        copy, large, rows = self.parts(span)
-        return [self._place(atom, span.buf, copy, u, units, large=large) for u, units in rows]
+    @cached_property
+    def members(self) -> tuple[Ints, Ints, Ints]:
+        """Of each group the size, and where it begins among all members; these."""
+        sizes = np.array([len(group) for group in self.p.hosts])
+        return sizes, np.cumsum(sizes) - sizes, np.concatenate(self.p.hosts)
 
-    def wide(self, atom: Atom, u: int, units: range) -> tuple[int, int]:
-        """Where units of the flat share `u` begin in a buffer of all shares, and how many they are there."""
-        members = self.p.hosts[u]
-        length = (atom.stop - atom.start) * len(members)
-        share, begin = divmod(atom.start * len(members) * self.flat.pieces, self.pieces)
-        return members[share] * self.pieces + begin + units.start * length, len(units) * length
+    def place(self, spans: Numbers, atoms: Sequence[Atom], buf: Buf | None = None) -> Placed:
+        cut, a = self.cut(spans), len(atoms)
+        piece, atom = np.repeat(np.arange(cut.row.size), a), np.tile(np.arange(a), cut.row.size)
+        order = np.lexsort((piece, atom, cut.row[piece]))
+        piece, atom = piece[order], atom[order]
+        (begins, ends), (sizes, firsts, members) = self.bounds(atoms), self.members
+        row, region, begin, length, copy = (each[piece] for each in cut[:5])
+        large = cut.large[piece]
+        size, whole = sizes[region], self.p.size * self.pieces
+        share, rest = np.divmod(begins[atom] * size, self.common)
+        each = (ends - begins)[atom] * size
+        inner, count = rest * self.flat.pieces + begin * each, length * each
+        wide = members[firsts[region] + share.astype(np.int64)] * self.pieces + inner
+        if buf is not None:
+            return Placed(row, atom, np.stack(np.broadcast_arrays(buf, wide, count)))
+        which = spans[0][row].astype(np.int64)
+        if not self.scatters:
+            start = np.where(large, wide, inner) + copy * np.where(large, whole, self.pieces)
+            return Placed(row, atom, np.stack([which, start, count]))
+        scratch, given = which == Buf.SCRATCH, which == Buf.SEND
+        start = np.where(
+            scratch, (copy + self.shift) * whole + wide, np.where(given & (region != self.here), wide, inner)
+        )
+        start = np.where(~scratch & ~given & large, wide, start)
+        which = np.where(given, np.where(region == self.here, Buf.RECV, Buf.SCRATCH), which)
+        return Placed(row, atom, np.stack([which, start, count]))
 
-    def _place(self, atom: Atom, buf: Buf, copy: int, u: int, units: range, *, large: bool) -> Span:
-        """Units of the flat share `u` in a buffer, of which SCRATCH has several copies."""
-        whole = self.p.size * self.pieces
-        wide, count = self.wide(atom, u, units)
-        begin = wide % self.pieces
-        if buf is Buf.SCRATCH and self.scatters:
-            return tmp((copy + self.shift) * whole + wide, count)
-        if buf is Buf.SCRATCH:
-            return tmp(copy * whole + wide, count) if large else tmp(copy * self.pieces + begin, count)
-        if buf is Buf.SEND and self.scatters:
-            return out(begin, count) if u == self.here else tmp(wide, count)
-        return Span(buf, wide if large else begin, count)
+
+class Cut(NamedTuple):
+    """Spans of a flat plan, cut by region: of which span each is, its region and its units there; which copy of SCRATCH
+    it is in, and whether that buffer has all regions."""
+
+    row: Ints
+    region: Ints
+    begin: Ints
+    length: Ints
+    copy: Ints
+    large: NDArray[np.bool_]

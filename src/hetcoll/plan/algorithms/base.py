@@ -22,8 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
+from math import lcm
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,25 @@ def each(make: Callable[[Any], Span], start: Ints, count: Ints | int = 1) -> Spa
     return Spans(make(0).buf, start, count)
 
 
+class Groups:
+    """The ranks of each host or island, of which `size` is the number, or 0 if these do not hold each rank once."""
+
+    def __init__(self, ranks: Hosts) -> None:
+        numbers = sorted(chain.from_iterable(ranks))
+        self.ranks = ranks
+        self.size = len(numbers) if all(ranks) and numbers == list(range(len(numbers))) else 0
+
+    @cached_property
+    def common(self) -> int:
+        """Into as many parts as all can cut evenly: the least number."""
+        return lcm(*map(len, self.ranks))
+
+    @cached_property
+    def of(self) -> dict[int, int]:
+        """In which group each rank is."""
+        return {rank: i for i, group in enumerate(self.ranks) for rank in group}
+
+
 @dataclass(slots=True, kw_only=True)
 class Draft(Builder):
     """A plan in the making. `units` counts only where buffers are not cut by rank, `pieces` where they are."""
@@ -70,6 +90,7 @@ class Draft(Builder):
     size: int
     rank: int
     hosts: Hosts
+    there: Groups
     root: int = 0
     average: bool = False
     units: int = 1
@@ -290,14 +311,17 @@ class Algorithm(NamedTuple):
         if ordered and not self.ordered:
             raise ArgumentError(f"{self.collective.label} by {self.name} does not reduce in the order of ranks")
         if not hosts:
-            hosts = _one_host(size)
-        elif not _each_once(hosts, size):
+            there = _one_host(size)
+        elif (there := _LAST[0]).ranks is not hosts:  # to compare them, and to hash them, takes long
+            there = _LAST[0] = Groups(hosts)
+        if there.size != size:
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
+        hosts = there.ranks
         compress, slow = compress and len(hosts) > 1, frozenset[int]()
         if compress:
             slow = frozenset(range(size)).difference(*(group for group in groups or hosts if rank in group))
         draft = Draft(
-            collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
+            collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, there=there, root=root,
             average=scale, compress=compress, slow=slow, stretches=stretches, cores=cores, equal=self.equal,
             ordered=ordered, redundant=ordered,  # one NaN: whose it was depends on who is first in an instruction
         )  # fmt: skip
@@ -314,15 +338,11 @@ class Algorithm(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _one_host(size: int) -> Hosts:
-    return (tuple(range(size)),)
+def _one_host(size: int) -> Groups:
+    return Groups((tuple(range(size)),))
 
 
-@lru_cache(maxsize=8)
-def _each_once(hosts: Hosts, size: int) -> bool:
-    """Whether hosts hold each rank once. Kept, as the plans of many ranks are drawn over the same hosts."""
-    return all(hosts) and sorted(chain.from_iterable(hosts)) == list(range(size))
-
+_LAST = [_one_host(1)]  # as a rank may draw the plans of many over the same hosts
 
 _MOST_STRETCHED = 1 << 15  # units
 _GRAIN = 16  # elements, which most types have at least a cache line of

@@ -10,24 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import lcm
 
 import numpy as np
 
-from ..costs import Hosts
 from ..ir import Spans
 from ..steps import MOST_NUMBERS, Ints, Numbers
-from .base import Draft, each, inp, out
+from .base import Draft, Groups, each, inp, out
 
 
 class Place:
     """Where a rank stands: rank `j` of the `k` on host `i` of `m`."""
 
-    def __init__(self, hosts: Hosts, rank: int) -> None:
-        self.hosts, self.m = hosts, len(hosts)
-        self.i = next(i for i, host in enumerate(hosts) if rank in host)
-        self.mates = hosts[self.i]
-        self.j, self.k = self.mates.index(rank), len(self.mates)
+    def __init__(self, p: Draft) -> None:
+        self.hosts, self.m, self._there = p.hosts, len(p.hosts), p.there
+        self.i = p.there.of[p.rank]
+        self.mates = self.hosts[self.i]
+        self.j, self.k = self.mates.index(p.rank), len(self.mates)
 
     def mates_after(self) -> list[int]:
         return [self.mates[(self.j + d) % self.k] for d in range(1, self.k)]
@@ -38,7 +36,7 @@ class Place:
     @cached_property
     def parts(self) -> Parts:
         """Those of all hosts' intervals."""
-        return _parts(self.hosts)
+        return _parts(self._there)
 
     @cached_property
     def atoms(self) -> tuple[Numbers, Numbers]:
@@ -51,9 +49,10 @@ class Place:
 class Parts:
     """The buffer in `units`: where the atoms begin, and how many units a part of each has; who owns them."""
 
-    def __init__(self, hosts: Hosts) -> None:
-        sizes, m = sorted(set(map(len, hosts))), len(hosts)
-        self.units = lcm(*sizes) * m
+    def __init__(self, there: Groups) -> None:
+        hosts, m = there.ranks, len(there.ranks)
+        sizes = sorted(set(map(len, hosts)))
+        self.units = there.common * m
         cuts = sorted({self.units * j // k for k in sizes for j in range(k + 1)})
         number = np.int64 if self.units * max(*sizes, m) < MOST_NUMBERS else np.object_
         self.atoms = np.array(cuts[:-1], number), np.array([(b - a) // m for a, b in pairwise(cuts)], number)

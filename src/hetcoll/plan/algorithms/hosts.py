@@ -16,16 +16,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache, partial
-from itertools import groupby, zip_longest
-from math import lcm
 
 import numpy as np
 
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
-from ..ir import Buf, Op, Plan, Span, Spans, Step
-from .atoms import AMONG, Atom, Shares, Steps, Whole, atoms_of
-from .base import Algorithm, Draft, inp, out, tmp
+from ..ir import Buf, Op, Plan, Span, Spans
+from ..steps import Ints, Numbers, row_of
+from .atoms import AMONG, Atom, Placed, Shares, Steps, Whole, atoms_of, spread_out
+from .base import Algorithm, Draft, each, inp, out, tmp
 
 
 def runs_among(entry: Algorithm) -> bool:
@@ -49,15 +48,14 @@ def _draw(entry: Algorithm, led: bool, p: Draft) -> None:
         return
     if not entry.supports(len(p.hosts)):
         raise ArgumentError(f"{entry.collective.label} by {entry.name} does not support {len(p.hosts)} hosts")
-    home = next(i for i, host in enumerate(p.hosts) if p.root in host)
-    here = next(i for i, host in enumerate(p.hosts) if p.rank in host)
+    home, here = p.there.of[p.root], p.there.of[p.rank]
     alone = tuple((i,) for i in range(len(p.hosts)))
     flat = entry.build(len(p.hosts), here, root=home, scale=p.average, hosts=alone, compress=p.compress)
     p.credits, p.redundant = flat.credits, flat.redundant
     p.scratch_like, p.scratch_copies = flat.scratch_like, flat.scratch_copies
-    leaders = tuple(p.root if i == home else host[0] for i, host in enumerate(p.hosts))
-    common = 1 if led else lcm(*map(len, p.hosts))
-    everyone = (Atom(0, 1, leaders),) if led else atoms_of(p.hosts)
+    leaders = tuple(p.root if i == home else host[0] for i, host in enumerate(p.hosts)) if led else ()
+    common = 1 if led else p.there.common
+    everyone = (Atom(0, 1, leaders),) if led else atoms_of(p.there)
     if p.collective in WHOLE:
         _Buffers(p, flat, everyone, common).draw()
     else:
@@ -72,8 +70,15 @@ class _Inside(Steps):
         k, j = len(self.mates), self.mates.index(p.rank)
         self.after = [self.mates[(j + d) % k] for d in range(1, k)]  # whom to send to
         self.earlier = [self.mates[(j - d) % k] for d in range(1, k)]  # whose messages come in that order
-        self.of = {mate: [atom for atom in everyone if atom.owners[self.here] == mate] for mate in self.mates}
-        self.came: dict[int, list[int]] = {}  # by unit of SEND in the flat plan: what brings it together, by atom
+        self.came = np.full((0, len(self.atoms)), -1)  # by unit of SEND in the flat plan: what brings atoms together
+
+    def of(self, mates: Iterable[int]) -> tuple[list[Atom], Ints]:
+        """The atoms that these own, and who owns each."""
+        owned: dict[int, list[Atom]] = {mate: [] for mate in self.mates}
+        for atom in self.everyone:
+            owned[atom.owners[self.here]].append(atom)
+        found = [(atom, mate) for mate in mates for atom in owned[mate]]
+        return [atom for atom, _ in found], np.array([mate for _, mate in found], np.int64)
 
     def hold(self) -> None:
         """A copy of SCRATCH has what is added up inside: the first one of the flat plan, where sums grow in place."""
@@ -81,86 +86,72 @@ class _Inside(Steps):
         self.shift = 0 if _grows(self.flat, self.here * self.flat.pieces if shares else 0) else 1
         self.p.scratch_copies = max(1, self.flat.scratch_copies + self.shift)
 
-    def given(self, atom: Atom, span: Span) -> list[Span]:
-        """Those of this rank's own input that a span of SEND stands for."""
-        raise NotImplementedError
-
-    def before(self, i: int, step: Step) -> Iterable[int]:
+    def before(self) -> tuple[Ints, Ints, Ints]:
         """What writes RECV comes after what reads the same of SEND anyway, as in place they are the same memory."""
-        if step.src is None or step.src.buf is not Buf.SEND:
-            return ()
-        return {self.came[unit][i] for unit in units(step.src) if unit in self.came}
+        (which, start, count), a = self.steps.src, len(self.atoms)
+        row, nth = spread_out(np.where((which == Buf.SEND) & (len(self.came) > 0), count, 0))
+        return np.repeat(row, a), np.tile(np.arange(a), row.size), self.came[start[row] + nth].ravel()
 
-    def read(self) -> list[Span]:
+    def read(self) -> Numbers:
         """The spans of SEND in the order in which the flat plan first touches them, each unit once."""
-        return _once(step.src for step in self.flat.steps if step.src is not None and step.src.buf is Buf.SEND)
+        return _once(self.steps.src, Buf.SEND, last=False)[1]
 
-    def written(self, taken: Iterable[int] = ()) -> list[tuple[Span, int]]:
-        """The spans of RECV, and which step wrote each last, in that order; without units that are `taken`."""
-        seen, found = set(taken), list[tuple[Span, int]]()
-        for index, step in reversed([*enumerate(self.flat.steps)]):
-            if step.dst is not None and step.dst.buf is Buf.RECV:
-                found += [(span, index) for span in reversed(_fresh(step.dst, seen))]
-        return found[::-1]
+    def written(self, taken: Iterable[int] = ()) -> tuple[Ints, Numbers]:
+        """Which step wrote RECV last, and the spans of it, in that order; without units that are `taken`."""
+        return _once(self.steps.dst, Buf.RECV, last=True, taken=taken)
+
+    def deal(self, spans: Numbers) -> None:
+        """Send mates what each owns of these spans of my input."""
+        atoms, mates = self.of(self.after)
+        terms = self.place(spans, atoms, Buf.SEND)
+        self.p.sends(self.lane, Spans(*terms.spans), mates[terms.atom])
+
+    def arrived(self, spans: Numbers, found: Placed, steps: Ints) -> None:
+        """The last of these steps for a span and an atom brings it together."""
+        a = len(self.atoms)
+        last = np.full((spans.shape[1], a), -1)
+        last[found.row, found.atom % a] = steps
+        self.came = np.full((self.flat.send_units, a), -1)
+        row, nth = spread_out(spans[2])
+        self.came[spans[1][row] + nth] = last[row]
 
     def reduce(self) -> None:
         """Each atom's owner adds up what its mates give."""
-        p, lane, spans = self.p, self.lane, self.read()
-        terms = [
-            (term, mate)
-            for span in spans
-            for mate in self.after
-            for atom in self.of[mate]
-            for term in self.given(atom, span)
-        ]
-        if terms:
-            p.sends(lane, Spans.of([term for term, _ in terms]), np.array([mate for _, mate in terms]))
-        sums, begin = list[tuple[Span, Span, int]](), len(p.lanes)
-        for span in spans if self.atoms else ():
-            total = [self.given(atom, span) for atom in self.atoms]
-            grown = [self.spans(atom, span) for atom in self.atoms]
-            for mate in self.earlier:
-                last = list[int]()
-                for row in zip(grown, total, strict=True):
-                    sums += ((dst, src, mate) for dst, src in zip(*row, strict=True))
-                    last.append(begin + len(sums) - 1)
-                total = grown
-                self.came |= dict.fromkeys(units(span), last)
-        if sums:
-            into, own, mates = zip(*sums, strict=True)
-            p.recv_reduces(lane + 1, Spans.of(into), Spans.of(own), np.array(mates))
+        spans, a = self.read(), len(self.atoms)
+        if not self.earlier:
+            return
+        self.deal(spans)
+        if a:
+            grown, given = (self.place(spans, self.atoms * len(self.earlier), buf) for buf in (None, Buf.SEND))
+            turn = grown.atom // a  # the first mate's are added to what is given, others' to the sum
+            total, mates = np.where(turn == 0, given.spans, grown.spans), np.array(self.earlier)[turn]
+            self.arrived(spans, grown, self.p.recv_reduces(self.lane + 1, Spans(*grown.spans), Spans(*total), mates))
 
-    def spread(self, rows: Sequence[tuple[Span, Sequence[Sequence[int | None]]]], to: Collection[int]) -> None:
-        """Each atom's owner sends the mates in `to` the spans of these rows, which come after their steps."""
-        p, lane, mates = self.p, self.lane + 2, [mate for mate in self.after if mate in to]
-        gives = list[tuple[Span, int, Sequence[int | None]]]()
-        for span, steps in rows:
-            parts = [self.spans(atom, span) for atom in self.atoms]
-            afters = [
-                [each[i : i + 1] if len(found) == len(each) else each for i in range(len(found))]
-                for found, each in zip(parts, steps, strict=False)
-            ]
-            for mate in mates:
-                for found, after in zip(parts, afters, strict=True):
-                    gives += ((part, mate, each) for part, each in zip(found, after, strict=True))
-        if gives:
-            spans, peers, waits = zip(*gives, strict=True)
-            columns = zip_longest(*waits)
-            deps = [np.array([-1 if step is None else step for step in column]) for column in columns]
-            p.sends(lane, Spans.of(spans), np.array(peers), channel=1, after=deps)
-        takes = [
-            (span, mate)
-            for whole, _ in (rows if p.rank in to else ())
-            for mate in self.earlier
-            for atom in self.of[mate]
-            for span in self.taken(atom, whole)
-        ]
-        if takes:
-            p.recvs(lane + 1, Spans.of([span for span, _ in takes]), np.array([mate for _, mate in takes]), channel=1)
+    def spread(self, spans: Numbers, after: tuple[Ints, Ints], to: Collection[int]) -> None:
+        """Each atom's owner sends the mates in `to` these spans. `after`: the first step before each, by span
+        and atom, and how many there are, one for each part of it or for all."""
+        p, lane, mates, a = self.p, self.lane + 2, [mate for mate in self.after if mate in to], len(self.atoms)
+        if mates and a:
+            parts, (begin, each) = self.place(spans, self.atoms * len(mates)), after
+            row, nth = parts.row, parts.nth()
+            alike = (np.bincount(row, minlength=each.size) == each * a * len(mates))[row]
+            at, more = spread_out(np.where(alike, 1, np.where(nth == 0, each[row], 0)))
+            deps = begin[row[at], parts.atom[at] % a]
+            deps = np.where(deps < 0, -1, deps + np.where(alike[at], nth[at], more) * a)
+            table = np.zeros((11, row.size), parts.spans.dtype)
+            table[:4, :] = np.stack(np.broadcast_arrays(Op.SEND, lane, np.array(mates)[parts.atom // a], 1))
+            table[5:8], table[8] = parts.spans, -1
+            p.add_table(table, at, deps)
+        if p.rank in to:
+            atoms, owners = self.of(self.earlier)
+            takes = self.place(spans, atoms, Buf.RECV)
+            p.recvs(lane + 1, Spans(*takes.spans), owners[takes.atom], channel=1)
 
-    def taken(self, atom: Atom, span: Span) -> list[Span]:
-        """Where another's atom belongs here."""
-        raise NotImplementedError
+    def done(self, steps: Ints) -> tuple[Ints, Ints]:
+        """For `spread`: what these steps of the flat plan have become."""
+        several = self.count[steps] > 0
+        begin = self.begin[steps][:, None] + np.where(several[:, None], np.arange(len(self.atoms)), 0)
+        return begin, np.maximum(1, self.count[steps] // max(1, len(self.atoms)))
 
 
 def _grows(flat: Plan, begin: int) -> bool:
@@ -190,27 +181,20 @@ def units(span: Span) -> range:
     return range(span.start, span.start + span.count)
 
 
-def _fresh(span: Span, seen: set[int]) -> list[Span]:
-    """The runs of units in `span` that are not yet among the `seen`, to which they are added."""
-    new = [unit for unit in units(span) if unit not in seen]
-    seen.update(new)
-    runs = [[unit for _, unit in run] for _, run in groupby(enumerate(new), key=lambda pair: pair[1] - pair[0])]
-    return [Span(span.buf, run[0], len(run)) for run in runs]
-
-
-def _once(spans: Iterable[Span]) -> list[Span]:
-    seen = set[int]()
-    return [run for span in spans for run in _fresh(span, seen)]
+def _once(spans: Numbers, buf: Buf, *, last: bool, taken: Iterable[int] = ()) -> tuple[Ints, Numbers]:
+    """The runs of units that spans in `buf` hold first, or last, in order, and of which span each is a part."""
+    row, nth = spread_out(np.where(spans[0] == buf, spans[2], 0))
+    unit = spans[1][row] + nth
+    _, at = np.unique(unit[::-1] if last else unit, return_index=True)
+    at = np.sort(unit.size - 1 - at if last else at)
+    at = at[~np.isin(unit[at], [*taken])]
+    row, unit = row[at], unit[at]
+    edge = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(unit, prepend=-2) != 1))
+    return row[edge], np.stack(np.broadcast_arrays(buf, unit[edge], np.diff(edge, append=unit.size)))
 
 
 class _Buffers(_Inside, Whole):
     """All-reduce, broadcast and reduce, in both forms."""
-
-    def given(self, atom: Atom, span: Span) -> list[Span]:
-        return [self.stretch(inp, atom, span)]
-
-    def taken(self, atom: Atom, span: Span) -> list[Span]:
-        return [self.stretch(out, atom, span)]
 
     def draw(self) -> None:
         p, several = self.p, len(self.mates) > 1
@@ -218,46 +202,37 @@ class _Buffers(_Inside, Whole):
             self._broadcast()
             return
         if several:
-            self.held = out
+            self.held = Buf.RECV
         if several and p.collective is Collective.REDUCE and p.rank != p.root:
-            self.held = self.into = tmp
+            self.held = self.into = Buf.SCRATCH
             self.hold()
         self.reduce()
         self.run()
-        rows = [(span, self.done[index]) for span, index in self.written()]
-        self.spread(rows, self.mates if p.collective is Collective.ALLREDUCE else [p.root])
+        steps, spans = self.written()
+        self.spread(spans, self.done(steps), self.mates if p.collective is Collective.ALLREDUCE else [p.root])
 
     def _broadcast(self) -> None:
         """The root scatters; owners of all hosts then send their mates what they have, but not the root."""
-        p, lane = self.p, self.lane
+        p = self.p
         if p.root not in self.mates:
             self.run()
-            self.spread([(span, self.done[index]) for span, index in self.written()], self.mates)
+            steps, spans = self.written()
+            self.spread(spans, self.done(steps), self.mates)
             return
         spans = self.read()
-        if p.rank != p.root:
-            self.held = out
-        for span in spans:
-            if p.rank == p.root:
-                for mate in self.after:
-                    for atom in self.of[mate]:
-                        p.send(lane, self.stretch(inp, atom, span), mate)
-            else:
-                last = [p.recv(lane + 1, self.stretch(out, atom, span), p.root) for atom in self.atoms]
-                self.came |= dict.fromkeys(units(span), last)
+        if p.rank == p.root:
+            self.deal(spans)
+        elif self.atoms:
+            self.held = Buf.RECV
+            mine = self.place(spans, self.atoms)
+            self.arrived(spans, mine, p.recvs(self.lane + 1, Spans(*mine.spans), p.root))
         self.run()
-        rows = [(span, [[step] for step in self.came.get(span.start, [None] * len(self.atoms))]) for span in spans]
-        self.spread(rows, [mate for mate in self.mates if mate != p.root])
+        begin = self.came[spans[1]] if len(self.came) else np.full((spans.shape[1], len(self.atoms)), -1)
+        self.spread(spans, (begin, np.ones(spans.shape[1], np.int64)), [mate for mate in self.mates if mate != p.root])
 
 
 class _Split(_Inside, Shares):
     """All-gather and reduce-scatter, split."""
-
-    def given(self, atom: Atom, span: Span) -> list[Span]:
-        return [inp(*self.wide(atom, u, units)) for u, units in self.parts(span)[2]]
-
-    def taken(self, atom: Atom, span: Span) -> list[Span]:
-        return [out(*self.wide(atom, u, units)) for u, units in self.parts(span)[2]]
 
     def draw(self) -> None:
         p = self.p
@@ -268,44 +243,40 @@ class _Split(_Inside, Shares):
             self.reduce()
             self.run()
             return
-        for mate in self.after:
-            p.send(self.lane + 2, inp(0, self.pieces), mate, channel=1)
-        for mate in self.earlier:
-            p.recv(self.lane + 3, out(mate * self.pieces, self.pieces), mate, channel=1)
+        p.sends(self.lane + 2, inp(0, self.pieces), np.array(self.after, np.int64), channel=1)
+        mates = np.array(self.earlier, np.int64)
+        p.recvs(self.lane + 3, each(out, mates * self.pieces, self.pieces), mates, channel=1)
         self.run()
         own = range(self.here * self.flat.pieces, (self.here + 1) * self.flat.pieces)
-        self.spread([(span, self.done[index]) for span, index in self.written(own)], self.mates)
+        steps, spans = self.written(own)
+        self.spread(spans, self.done(steps), self.mates)
 
 
 class _Led(_Split):
     """All-gather and reduce-scatter, led: a leader that has mates holds whole regions, in RECV or SCRATCH."""
 
-    def given(self, atom: Atom, span: Span) -> list[Span]:
-        return self.runs(Buf.SEND, span)
-
-    def taken(self, atom: Atom, span: Span) -> list[Span]:
-        return self.runs(Buf.RECV, span)
-
-    def runs(self, buf: Buf, span: Span, copy: int = 0) -> list[Span]:
-        """Its units of each share in `copy` of a buffer of all shares; as one where they lie side by side."""
-        each, found = self.pieces, list[Span]()
-        for u, units in self.parts(span)[2]:
-            for start in (member * each + units.start for member in self.p.hosts[u]):
-                if found and found[-1].start + found[-1].count == start + copy * self.p.size * each:
-                    found[-1] = Span(buf, found[-1].start, found[-1].count + len(units))
-                else:
-                    found.append(Span(buf, start + copy * self.p.size * each, len(units)))
-        return found
-
-    def spans(self, atom: Atom, span: Span | None) -> list[Span]:
-        if span is None:
-            return []
-        copy, large, rows = self.parts(span)
-        alone, scratch = len(self.mates) == 1, span.buf is Buf.SCRATCH
-        if alone and not large:
-            return [Span(span.buf, copy * self.pieces + units.start, len(units)) for _, units in rows]
+    def place(self, spans: Numbers, atoms: Sequence[Atom], buf: Buf | None = None) -> Placed:
+        """Units of each share, as one where they lie side by side. All `atoms` are the same."""
+        cut, alone, (sizes, firsts, members) = self.cut(spans), len(self.mates) == 1, self.members
+        which = spans[0][cut.row]
+        plain = ~cut.large & (buf is None and alone)  # a share of one rank alone
+        piece, nth = spread_out(np.where(plain, 1, sizes[cut.region]))
+        row, region, begin, length, copy = (x[piece] for x in cut[:5])
+        scratch, simple = which[piece] == Buf.SCRATCH, plain[piece]
+        if buf is not None:
+            copy = copy * 0
+        start = members[np.where(simple, 0, firsts[region] + nth)] * self.pieces + begin
+        start = start + (copy + (scratch & (buf is None)) * self.shift) * self.p.size * self.pieces
+        start = np.where(simple, copy * self.pieces + begin, start)
+        edge = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (start != np.append(-1, (start + length)[:-1])))
         held = Buf.RECV if self.larger is Buf.RECV else Buf.SCRATCH
-        return self.runs(span.buf if alone or scratch else held, span, copy + (self.shift if scratch else 0))
+        where = which[piece] if buf is None else np.full(piece.size, buf)
+        if buf is None:
+            where = np.where(simple | scratch | alone, where, held)
+        found = np.stack([where[edge], start[edge], np.add.reduceat(length, edge) if edge.size else length])
+        index, atom = np.repeat(np.arange(edge.size), len(atoms)), np.tile(np.arange(len(atoms)), edge.size)
+        order = np.lexsort((index, atom, row[edge][index]))
+        return Placed(row[edge][index[order]], atom[order], found[:, index[order]])
 
     def draw(self) -> None:
         leader = self.everyone[0].owners[self.here]
@@ -325,7 +296,7 @@ class _Led(_Split):
         if p.rank != leader:
             p.recv(lane + 1, out(0, self.pieces), leader, channel=1)
             return
-        final = [step for _, index in self.written() for steps in self.done[index] for step in steps]
+        final = [step for index in self.written()[0].tolist() for step in self.made(index).tolist()]
         p.copy(lane, out(0, self.pieces), tmp(p.rank * self.pieces, self.pieces), after=final)
         for mate in self.after:
             p.send(lane, tmp(mate * self.pieces, self.pieces), mate, channel=1)
@@ -341,7 +312,11 @@ class _Led(_Split):
             last = p.copy(lane + 1, shares[p.rank], inp(0, self.pieces))
             for mate in self.earlier:
                 last = p.recv(lane + 1, shares[mate], mate)
-            self.came = {unit: [last] for unit in range(self.flat.pieces)}
+            self.came = np.full((self.flat.pieces, 1), last)
         self.run(skip=last)
-        rows = [(span, self.done[index]) for span, index in self.written(units(own))]
-        self.spread([(own, [[last]]), *rows], self.mates)
+        steps, spans = self.written(units(own))
+        begin, counts = self.done(steps)
+        if last is not None:
+            begin = np.concatenate([[[last]], begin])
+        spans = np.concatenate([np.array([row_of(own)]).T, spans], axis=1)
+        self.spread(spans, (begin, np.append(1, counts)), self.mates)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, zip_longest
-from math import lcm
 
 from ...types import Collective
 from ..ir import Buf, Span
@@ -46,10 +45,10 @@ class Split(Place):
     """A buffer of `units` split over the members of every island. `home` is the root's."""
 
     def __init__(self, p: Draft, parts: int = 1) -> None:
-        super().__init__(p.hosts, p.rank)
+        super().__init__(p)
         p.islands = p.hosts
-        p.units = self.units = lcm(*map(len, p.hosts)) * parts
-        self.home = next(i for i, island in enumerate(p.hosts) if p.root in island)
+        p.units = self.units = p.there.common * parts
+        self.home = p.there.of[p.root]
 
     def interval(self, island: int, j: int) -> range:
         """The units of member j."""
@@ -186,10 +185,10 @@ class Regions(Place):
     """Buffers of one share a rank, of `pieces` units each. `home` is the root's island."""
 
     def __init__(self, p: Draft, parts: int = 1) -> None:
-        super().__init__(p.hosts, p.rank)
+        super().__init__(p)
         p.islands = p.hosts
-        p.pieces = self.pieces = lcm(*map(len, p.hosts)) * parts
-        self.home = next(i for i, island in enumerate(p.hosts) if p.root in island)
+        p.pieces = self.pieces = p.there.common * parts
+        self.home = p.there.of[p.root]
 
     def split(self, region: int, island: int) -> tuple[Piece, ...]:
         """The region of one island as another's members split it, in order."""
@@ -354,7 +353,7 @@ def alltoall(p: Draft) -> None:
     In place, what goes to a mate and what comes from it share their memory, so the first is put aside; and a message
     between islands must fit between.
     """
-    at = Place(p.hosts, p.rank)
+    at = Place(p)
     p.islands, p.credits, p.scratch_copies = p.hosts, 1, int(at.k > 1)
     aside = None
     for mate in at.mates_after():
