@@ -24,6 +24,10 @@ FOUND = {
         86,  # a relay looked for a store that was gone, closed or not
         *(7010525, 51213),  # two parts of a job went by different lists of successors
         5003296,  # a store that had taken another's place died before it had successors
+        # The store and the next one died at about the same time, and one rank went by an old list of successors, in
+        # another order.
+        *(20031598, 20059053, 20153856, 20039099, 20092201),
+        *(20112756, 20351606),  # the next one listened where the store had, died too, and one rank looked no further
     ),
     "reset": (1000452,),  # a second welcome took the place of an answer
     "stop": (

@@ -61,9 +61,11 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
-        self._successors = successors = Successors(charge, self._after)
         self.reaches: Callable[[Member], bool] = lambda _: True
         """Whether there is a way to a member now."""
+        self.host_of: Callable[[Member], str] = lambda _: ""
+        """On which host a member is: see `Successors`."""
+        self._successors = successors = Successors(charge, self._after, lambda member: self.host_of(member))
         self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow, self._doubts)
         self._questions = Questions(self.rolls.find_current, self._groups, self._after, lambda: successors.told)
         self.returns = Returns(
