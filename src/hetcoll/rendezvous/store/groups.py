@@ -373,13 +373,16 @@ class Groups:
         group, _ = self._of(member, name)
         told = group.own.get(tag, {})
         wanted = [rank for (rank,) in U32.iter_unpack(ranks)]
-        if unknown := [rank for rank in wanted if rank not in told]:
+        unknown = [rank for rank in wanted if rank not in told]
+        if lost := [rank for rank in unknown if rank in group.gone]:  # with the store that it told
+            member.send(Op.REPLY, _spell_needed(group, tag, lost[0]), request, Status.LOST)
+            return
+        if unknown:
             raise RefusedError(f"{spell_ranks(unknown)} told nothing of its own in {tag!r}")
         member.send(Op.REPLY, pack(told[rank] for rank in wanted), request)
 
     def _fail_exchange(self, group: Group, tag: bytes, rank: int) -> None:
-        text = f"{spell_gone(rank, group.gone[rank])}; {tag!r} needed it"
-        group.exchanges.pop(tag).answer(pack([U32.pack(rank), text.encode()]), Status.LOST)
+        group.exchanges.pop(tag).answer(_spell_needed(group, tag, rank), Status.LOST)
 
     def _expire_exchange(self, group: Group, tag: bytes, exchange: Exchange) -> None:
         if group.exchanges.get(tag) is not exchange or exchange.failed:
@@ -401,6 +404,11 @@ class Groups:
             for other in group.members.values():
                 other.send(Op.VERDICT, group.verdict)
         member.send(Op.REPLY, group.verdict, request)
+
+
+def _spell_needed(group: Group, tag: bytes, rank: int) -> bytes:
+    text = f"{spell_gone(rank, group.gone[rank])}; {tag!r} needed it"
+    return pack([U32.pack(rank), text.encode()])
 
 
 def _loss(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:
