@@ -307,6 +307,24 @@ def test_a_successor_that_listens_where_the_store_died_is_found(monkeypatch: pyt
         assert member.certain
 
 
+def test_who_is_beside_a_store_that_fell_silent_is_looked_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host has vanished, most likely, and with it the first of the list."""
+    lost = UniqueId((("10.0.0.1", 1),), bytes(16), bytes(32))
+    beside, elsewhere = (("10.0.0.1", 2), ("127.0.0.1", 2)), (("10.0.0.2", 2), ("127.0.0.1", 2))
+    looked = list[tuple[tuple[str, int], ...]]()
+
+    def look(unique_id: UniqueId, *_: object) -> succession._Found:
+        looked.append(unique_id.addresses)
+        return succession._Found.SERVES if unique_id.addresses == elsewhere else succession._Found.SILENT
+
+    monkeypatch.setattr(succession, "_look", look)
+    member = succession.Succession(hosts=False)
+    member._order = [beside, elsewhere]
+    home = member.find(lost, StoreLost("connection timed out", False), lambda: False)
+    assert home is not None
+    assert looked == [lost.addresses, elsewhere]
+
+
 @pytest.mark.parametrize("sure", [True, False])
 def test_a_store_that_fell_silent_may_have_gone_on_before_it_died(sure: bool) -> None:
     """That nobody listens there by now does not say that others have not gone on without this process."""
