@@ -74,7 +74,8 @@ def test_all_go_by_one_list_until_nobody_is_left_who_could_go_by_the_old_one() -
 
 def test_a_host_that_dies_takes_no_more_than_one_successor_with_it_where_there_are_others() -> None:
     hosts = dict(zip("01234567", ["", "", "", "", "", "b", "b", "c"], strict=True))
-    successors = Successors(pack((b"charge",)), lambda _, action: None, lambda member: hosts[member.name])
+    successors = Successors(pack((b"charge",)), lambda _, action: None)
+    successors.host_of = lambda member: hosts[member.name]
     ranks = [Heard(name, world=int(name)) for name in hosts]
     for rank in ranks:
         successors.add(rank, hosts=rank is ranks[0])

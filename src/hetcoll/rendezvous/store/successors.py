@@ -25,11 +25,12 @@ After = Callable[[bytes, Callable[[], None]], None]
 
 
 class Successors:
-    """All members, and which of them are successors. `charge` is the body of STAND. `host_of` says on which host a
-    member is, nothing: on the store's own."""
+    """All members, and which of them are successors. `charge` is the body of STAND."""
 
-    def __init__(self, charge: bytes, after: After, host_of: Callable[[Member], str] = lambda _: "") -> None:
-        self._charge, self._after, self._host_of = charge, after, host_of
+    def __init__(self, charge: bytes, after: After) -> None:
+        self._charge, self._after = charge, after
+        self.host_of: Callable[[Member], str] = lambda _: ""
+        """On which host a member is, nothing: on the store's own."""
         self._members: dict[Member, bool] = {}  # whether the store is in its process
         self._ranks: set[Member] = set()  # those of a group; who waits to be taken in is none of the job's processes
         self._firm: set[Member] = set()  # of these all but newcomers whose group has yet to meet
@@ -176,14 +177,14 @@ class Successors:
 
     def _ask(self, members: Iterable[Member]) -> None:
         """Have some of these listen, until there are enough, and of enough hosts."""
-        hosts = {"", *map(self._host_of, self._places)}
+        hosts = {"", *map(self.host_of, self._places)}
         for member in members:
             enough = len(self._places) >= MOST
             if enough and len(hosts) > MOST:
                 break
-            if self._members[member] or member in self._places or (enough and self._host_of(member) in hosts):
+            if self._members[member] or member in self._places or (enough and self.host_of(member) in hosts):
                 continue
-            hosts.add(self._host_of(member))
+            hosts.add(self.host_of(member))
             self._places[member] = b""
             member.send(Op.STAND, self._charge)
 
@@ -201,7 +202,7 @@ class Successors:
         Who comes before another in a list does so in all later ones, also in those of later stores. So who has missed
         some of them, as one store died after another, goes to the same one as the others."""
         before = unpack(self.told)[1:]
-        left = {place: self._host_of(member) for member, place in self._places.items() if place}
+        left = {place: self.host_of(member) for member, place in self._places.items() if place}
         left = dict(sorted(left.items(), key=lambda each: (*before, each[0]).index(each[0])))
         used, chosen = defaultdict[str, float](float, {"": -0.5}), list[bytes]()
         while left and len(chosen) < MOST:

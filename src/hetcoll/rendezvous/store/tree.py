@@ -110,7 +110,7 @@ class Tree:
         self.pulses = Pulses(selector, self._hear_of_death)
         groups.returns.watch(self.pulses)
         groups.reaches = lambda member: isinstance(member, Node) and member.way() is not None
-        groups.host_of = self._host_of
+        groups.successors.host_of = self._host_of
         self._here: set[str] = set()  # addresses of this host
         self._nodes: dict[bytes, Node] = {}
         self._relays: list[Node] = []  # in the order in which they came
