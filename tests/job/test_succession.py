@@ -234,7 +234,7 @@ def test_a_store_that_gives_up_has_not_died() -> None:
     seen = list[Event]()
     unique_id = get_unique_id(Config(linger=0), loopback=True)
     client = ControlClient(unique_id, 0, 1, 10, lambda _, event: seen.append(event))
-    store._hosted[unique_id.job_id]._groups._successors.cut_off = "3 of 4 processes fell silent"
+    store._hosted[unique_id.job_id]._groups.successors.cut_off = "3 of 4 processes fell silent"
     with pytest.raises(hetcoll.HetcollError):
         client.get(b"nothing", 10)  # the frame wakes it
     assert wait_until(lambda: seen)[0] == StoreLost("3 of 4 processes fell silent", False, sure=False)
