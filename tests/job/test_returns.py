@@ -255,6 +255,25 @@ def test_a_store_serves_alone_where_nobody_else_may(certain: bool) -> None:
     assert groups.returns.waits is not certain
 
 
+def test_what_ranks_told_of_their_own_waits_until_they_are_here() -> None:
+    """In large groups who asks for it may come before who told it. What the dead told may be lost with the store."""
+    now = [0.0]
+    groups = Groups(lambda: now[0], succeeds=ALONE)
+    asks, told = Client(0, 3), Client(1, 3)
+    for client in (asks, told):
+        client.membership.formed = client.membership.joined = True
+        client.membership.own[b"tag", client.membership.rank] = b"%d" % client.membership.rank
+    return_to(groups, asks)
+    groups.handle(asks, Frame(Op.LOOK, 0, 7, pack([WORLD, b"tag", U32.pack(0) + U32.pack(1)])))
+    groups.handle(asks, Frame(Op.LOOK, 0, 8, pack([WORLD, b"tag", U32.pack(2)])))
+    return_to(groups, told)
+    now[0] = 3.0
+    groups.tick()
+    replies = {frame.request: frame for frame in asks.inbox if frame.op == Op.REPLY}
+    assert unpack(replies[7].body) == [b"0", b"1"]
+    assert (replies[8].status, unpack(replies[8].body)[0]) == (Status.LOST, U32.pack(2))
+
+
 def test_a_rival_that_came_and_fell_silent_may_serve() -> None:
     groups = Groups(lambda: 0.0, succeeds=Claim(3, (PLACES, OTHERS), True, 15.0, 2.0))
     rival = Client(1, 5)

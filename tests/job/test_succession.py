@@ -234,7 +234,7 @@ def test_a_store_that_gives_up_has_not_died() -> None:
     seen = list[Event]()
     unique_id = get_unique_id(Config(linger=0), loopback=True)
     client = ControlClient(unique_id, 0, 1, 10, lambda _, event: seen.append(event))
-    store._hosted[unique_id.job_id]._groups._successors.cut_off = "3 of 4 processes fell silent"
+    store._hosted[unique_id.job_id]._groups.successors.cut_off = "3 of 4 processes fell silent"
     with pytest.raises(hetcoll.HetcollError):
         client.get(b"nothing", 10)  # the frame wakes it
     assert wait_until(lambda: seen)[0] == StoreLost("3 of 4 processes fell silent", False, sure=False)
@@ -305,6 +305,24 @@ def test_a_successor_that_listens_where_the_store_died_is_found(monkeypatch: pyt
         member._order = [(("127.0.0.1", 1),)]
         assert member.find(lost, StoreLost("reset", False), lambda: False) is lost
         assert member.certain
+
+
+def test_who_is_beside_a_store_that_fell_silent_is_looked_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host has vanished, most likely, and with it the first of the list."""
+    lost = UniqueId((("10.0.0.1", 1),), bytes(16), bytes(32))
+    beside, elsewhere = (("10.0.0.1", 2), ("127.0.0.1", 2)), (("10.0.0.2", 2), ("127.0.0.1", 2))
+    looked = list[tuple[tuple[str, int], ...]]()
+
+    def look(unique_id: UniqueId, *_: object) -> succession._Found:
+        looked.append(unique_id.addresses)
+        return succession._Found.SERVES if unique_id.addresses == elsewhere else succession._Found.SILENT
+
+    monkeypatch.setattr(succession, "_look", look)
+    member = succession.Succession(hosts=False)
+    member._order = [beside, elsewhere]
+    home = member.find(lost, StoreLost("connection timed out", False), lambda: False)
+    assert home is not None
+    assert looked == [lost.addresses, elsewhere]
 
 
 @pytest.mark.parametrize("sure", [True, False])

@@ -70,3 +70,32 @@ def test_all_go_by_one_list_until_nobody_is_left_who_could_go_by_the_old_one() -
     assert [op for op, _ in first.told[1:]] == [Op.STAND]
     successors.stand(first, 0, b"", b"where rank 3 does")
     assert unpack(first.told[-1][1]) == [U32.pack(2), b"where rank 3 does"], "rank 2 may yet come"
+
+
+def test_a_host_that_dies_takes_no_more_than_one_successor_with_it_where_there_are_others() -> None:
+    hosts = dict(zip("01234567", ["", "", "", "", "", "b", "b", "c"], strict=True))
+    successors = Successors(pack((b"charge",)), lambda _, action: None)
+    successors.host_of = lambda member: hosts[member.name]
+    ranks = [Heard(name, world=int(name)) for name in hosts]
+    for rank in ranks:
+        successors.add(rank, hosts=rank is ranks[0])
+        if rank.told:
+            successors.stand(rank, 0, b"", rank.name.encode())
+    assert [rank.name for rank in ranks if rank.told] == ["1", "2", "3", "5", "7"]
+    successors.begin(ranks)
+    assert unpack(ranks[6].told[-1][1])[1:] == [b"1", b"5", b"7"]
+
+
+def test_who_missed_a_list_goes_to_the_same_successor_as_the_others() -> None:
+    old = pack((U32.pack(4), b"one", b"two", b"three"))
+    successors = Successors(pack((b"charge",)), lambda _, action: None)
+    host, *others = (Heard(name, world=rank) for rank, name in enumerate(["one", "three", "two", "late"]))
+    successors.take_back(host, True, b"", old)
+    for rank in others[:2]:
+        successors.take_back(rank, False, rank.name.encode(), old)
+    successors.confirm()
+    successors.release()
+    assert unpack(others[0].told[-1][1])[1:] == [b"two", b"three"], "or who has the old list goes elsewhere"
+    successors.take_back(others[2], False, b"", old)
+    successors.confirm()
+    assert others[2].told[-1] == others[0].told[-1]

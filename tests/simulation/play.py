@@ -75,6 +75,15 @@ class Cluster:
                 return name
         return str(self.job.size - 1)
 
+    def _stores(self) -> set[str]:
+        """Where the store is or may be from now on, as the ranks know it."""
+        controls = [one.session.control for one in self.ranks.values() if one.session is not None]
+        places = [
+            *(each.unique_id.addresses for each in controls),
+            *(p for c in controls for p in c._succession._order),
+        ]
+        return {host for each in places for host, _ in each}
+
     def _strike(self, fault: Fault) -> None:
         name = self._first_successor() if fault.rank == SUCCESSOR else str(fault.rank)
         process = self.processes[name]
@@ -85,7 +94,9 @@ class Cluster:
                 self.network.reset(streams[int(self.kernel.random.random() * len(streams))])
         elif fault.what == "cut":
             side = fault.side or (process.host.address, self.processes["0"].host.address)
-            hosts = self.network.hosts.items()
+            now, hosts = self.kernel.seconds, self.network.hosts.items()
+            self.history.stores |= self._stores()
+            self.history.cuts.append((now, now + fault.seconds if fault.seconds else 1e9, set(side)))
             self.network.cut(
                 [host for where, host in hosts if where in side],
                 [host for where, host in hosts if where not in side],

@@ -62,6 +62,10 @@ class History:
     """In which group a rank made the mistake of this job, at which step, and which rank."""
     stopped: str = ""
     """Who was the first successor, where that was stopped."""
+    cuts: list[tuple[float, float, set[str]]] = field(default_factory=list)
+    """Of the network: when each began, until when, and the machines on one side."""
+    stores: set[str] = field(default_factory=set)
+    """The machines of the store, and of its successors, when that was."""
     met: dict[str, float] = field(default_factory=dict)
     """When each first met all others."""
     again: dict[str, float] = field(default_factory=dict)
@@ -321,6 +325,8 @@ class Rank:
         control.exchange_columns(self.group, tag, Telling([b""], [], self.name.encode()), PATIENCE)
         found = control.look_up(self.group, tag, range(self.size), PATIENCE)
         self._told(("look", tag), tuple(sorted(found.items())))
+        if self.job.few:  # who looks last may miss what a rank told that died with the store, and does not go on
+            self._meet(b"looked " + tag)
 
     def _verdict(self, _: Step, tag: bytes) -> None:
         """All abort at about the same time: the first who does is the one whom all name."""

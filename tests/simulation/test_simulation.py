@@ -19,15 +19,30 @@ FOUND = {
         110,  # who could reach the store had to wait for a place at a relay
         *(4008657, 6003282),  # two successors waited for more than half, each with a half of that
         72921,  # a store that could not reach most decided who goes on, a moment before it gave up
+        *(
+            20133977,
+            20226573,
+            20345855,
+            20412898,
+        ),  # the last answer was under way: who has it, and who has not, is right
+        20182893,  # nobody that might serve was in the larger part
     ),
     "kill": (
         86,  # a relay looked for a store that was gone, closed or not
         *(7010525, 51213),  # two parts of a job went by different lists of successors
         5003296,  # a store that had taken another's place died before it had successors
+        # The store and the next one died at about the same time, and one rank went by an old list of successors, in
+        # another order.
+        *(20031598, 20059053, 20153856, 20039099, 20092201),
+        20179109,  # rank 0 died with all who had the last answer
+        20217215,  # one asked what the dead had told, or those who had yet to come, and the others waited for it
+        *(20112756, 20351606),  # the next one listened where the store had, died too, and one rank looked no further
     ),
     "reset": (1000452,),  # a second welcome took the place of an answer
     "stop": (
         *(88, 90),  # a successor that others had passed over woke, and served as well
+        20142673,  # the last answer was under way, as in a cut
+        20005778,  # a newcomer was one of the job's processes that had yet to hear it
         *(9100471, 9101496),  # the next store did not know who had gone on, since all of these had left their old group
     ),
     "storm": (

@@ -8,7 +8,7 @@ from typing import Any
 from hetcoll.rendezvous.protocol.news import Lost, StoreLost
 from hetcoll.rendezvous.store.successors import MOST
 
-from .job import Job, address
+from .job import Job, address, new_address
 from .rank import TIMEOUT, History
 
 _FOUND = 6.0  # seconds in which ranks find out that one calls something else
@@ -16,6 +16,7 @@ _LATE = TIMEOUT + 3.0  # in which a call that one does not come to fails
 _LATE_ENDS = "processes found each other where", "did not answer in"
 """How parts of a job with relays may end, where some notice long before others that a network is cut: two successors
 may wait for more than half at a time, or one may for so long that a call's own time is over."""
+_HOSTED = "its process hosted the job's store"
 _KINDS = {"mismatch": "CollectiveMismatchError", "late": "CollectiveTimeoutError"}
 _PROMPT = {"calm", "reset", "leave", "mismatch", "late"}
 """Where the store always answers within the seconds that a verdict waits for it."""
@@ -23,6 +24,7 @@ _NAMED = 6.0  # seconds in which a death is known, one after another
 _SETTLED = 100.0  # seconds after which the parts of a job whose network was cut have settled who goes on
 _FOLLOWED = 0.5  # seconds in which a store that takes another's place has successors
 _ORPHANED = 40.0  # in which who finds none gives up
+_UNDER_WAY = 1.0  # seconds that what was sent takes to come, at most
 _NOTICED = 15.0  # seconds between the first and the last whose silence is noticed
 _PASSED = 15.0  # in which others pass over who is stopped; if it wakes meanwhile, some come to it and some do not
 _NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
@@ -66,6 +68,8 @@ def _one_answer(job: Job, history: History, gone: Mapping[str, float]) -> Iterat
             if history.ends.get(name) == "" and told:
                 if _one_after_another(job, history, key, {**told, name: error}, gone):
                     continue
+                if _nobody_could_tell(job, history, key, name, gone):
+                    continue
                 yield f"{key} failed for {name} ({error}), and had an answer for {sorted(told)}"
 
 
@@ -87,8 +91,43 @@ def _one_after_another(
     return True
 
 
+def _nobody_could_tell(job: Job, history: History, key: tuple[Any, ...], name: str, gone: Mapping[str, float]) -> bool:
+    """Whether an answer was under way when the store died, and with it or before it all who had it; or when the network
+    was cut, and all who had it are on the other side. Then this rank cannot know that there was one: it has nobody to
+    ask, and sees what it would see if the store had died just before. Nor can the others know that it did not come:
+    whatever they sent to make sure would be the last word in its turn, and may be lost."""
+    times = {each: history.times[key, each] for each in history.answers[key]}
+    first, failed = min(times.values()), history.times[key, name]
+    for death in _deaths_of_stores(history, name, gone):
+        if first > death - _UNDER_WAY and all(_went_with(history, each, death, gone) for each in times):
+            return True
+    for began, _, side in history.cuts:
+        mended = min(until for _, until, _ in history.cuts if until > began)  # which ends all cuts
+        apart = all((_machine(job, each) in side) != (_machine(job, name) in side) for each in times)
+        if apart and began - _UNDER_WAY < first and failed < mended:
+            return True
+    return False
+
+
+def _went_with(history: History, name: str, death: float, gone: Mapping[str, float]) -> bool:
+    """Whether a rank was over when a store died, or ended without going to another one."""
+    ended = history.ended.get(name, 1e9) < death + _UNDER_WAY
+    return _over(history, name, gone) <= death or (ended and death not in _deaths_of_stores(history, name, gone))
+
+
+def _deaths_of_stores(history: History, name: str, gone: Mapping[str, float]) -> list[float]:
+    """When those died of which a rank heard that they hosted the store."""
+    lost = [(group, event) for _, group, event in history.news.get(name, ()) if isinstance(event, Lost)]
+    hosts = {history.places.get(group, {}).get(event.rank, "?") for group, event in lost if _HOSTED in event.reason}
+    return [gone[each] for each in hosts if each in gone]
+
+
+def _machine(job: Job, name: str) -> str:
+    return new_address(int(name[1:])) if name.startswith("+") else address(job.hosts[int(name)])
+
+
 def _over(history: History, name: str, gone: Mapping[str, float]) -> float:
-    lost = [when for when, _, event in history.news[name] if isinstance(event, StoreLost)]
+    lost = [when for when, _, event in history.news.get(name, ()) if isinstance(event, StoreLost)]
     return min([*lost, gone.get(name, 1e9), history.ended.get(name, 1e9)])
 
 
@@ -123,7 +162,9 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
     begin = min(fault.at for fault in job.faults)
     if job.kind == "stop":
         stopped = history.stopped and job.faults[0].what == "freeze" and job.faults[0].seconds > _PASSED
-        settled = stopped and job.size > 3 and not job.few
+        # Who was taken in is one of the job's processes, and no help to its successor before it has heard of that.
+        deaf = _taken_in(history, begin) - {name for (_, name), when in history.times.items() if when < begin}
+        settled = stopped and 2 * (job.size - 2) > job.size - 1 + len(deaf) and not job.few
         return [name for name in ranks if name != history.stopped] if settled else []
     if job.kind in ("vanish", "cut"):
         if job.kind == "cut":
@@ -131,10 +172,21 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
                 return []  # the parts meet again while they part: whom one of them has lost is lost
             inside = [str(rank) for rank, number in enumerate(job.hosts) if address(number) in job.faults[0].side]
             ranks = max([inside, [each for each in ranks if each not in inside]], key=len)
+            if not {_machine(job, each) for each in ranks} & history.stores:
+                return []  # nobody is among them who could serve
         late = any(when < begin + 1.0 for when in history.ended.values())
         few = 2 * len(ranks) <= job.size or job.newcomers
         return [] if late or few else ranks
     return [] if job.kind == "storm" else ranks
+
+
+def _taken_in(history: History, before: float) -> set[str]:
+    """Newcomers of which some had been told by then that they are of the group."""
+    grown = [key for key in history.answers if key[1] == "grow"]
+    groups = [
+        answer[0] for key in grown for name, answer in history.answers[key].items() if history.times[key, name] < before
+    ]
+    return {name for group in groups for name in history.places[group].values() if name.startswith("+")}
 
 
 def _early(job: Job, history: History, ranks: list[str]) -> bool:
@@ -150,6 +202,9 @@ def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iter
         for when, group, event in news:
             if isinstance(event, Lost):
                 who = history.places[group].get(event.rank, "?")
+                ended, deaths = history.ended.get(who, 0.0), _deaths_of_stores(history, name, gone)
+                if any(ended > death - _UNDER_WAY and _went_with(history, who, death, gone) for death in deaths):
+                    continue  # its goodbye died with the store
                 if min(gone.get(who, 1e9), history.again.get(who, 1e9)) > when:
                     yield f"{name} heard at {when:.3f} that {who} (rank {event.rank}) was lost: {event.reason}"
 

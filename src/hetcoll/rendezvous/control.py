@@ -358,9 +358,9 @@ class ControlClient:
         return StoreLost("the connection ended", False)
 
     def _go_on(self, end: StoreLost) -> bool:
-        """Go to the store that takes the place of the one that has ended, if there is any, and if that one was sure
-        to be the only one."""
-        if not self._succession.certain:
+        """Go to the store that takes the place of the one that has ended, if there is any. One that gave up, as too few
+        came to it, has none: others may have gone on elsewhere."""
+        if not (self._succession.certain or end.sure):
             return False
         # Who heard nothing from a relay for some seconds notices it before those do whom the system tells of it.
         deadline = time.monotonic() + SECONDS + (RETURN if self._uplink.behind else 0.0)

@@ -100,6 +100,9 @@ class Succession:
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
+            if found is _Found.SILENT:  # and its host most likely: who is there, too, comes last
+                there = {host for host, _ in lost.addresses}
+                self._order.sort(key=lambda places: there <= {host for host, _ in places})
         gone = end.orderly or self._certain  # the lost store's own process, which else may come, too
         patient = not self._certain
         while not stopped():
@@ -109,10 +112,10 @@ class Succession:
                     if silent and patient:  # where the store fell silent some notice it later than others
                         break
                     return self._serving(lost, number) or self._take_over(lost, number, gone)
-                there = replace(lost, addresses=places)
-                found = _look(there, _GREETS)
+                home = replace(lost, addresses=places)
+                found = _look(home, _GREETS)
                 if found is _Found.SERVES:
-                    return there
+                    return home
                 silent, self._certain = silent or found is _Found.SILENT, self._certain and found is _Found.DEAD
             if not silent:
                 return None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from ...errors import spell_gone
 from ..protocol.exchanges import Exchange
 from ..protocol.keys import Member
 from ..protocol.past import Answered
-from ..protocol.wire import NOBODY, Op, Status
+from ..protocol.wire import NOBODY, U32, Op, Status, pack
 
 
 @dataclass(slots=True)
@@ -61,3 +62,12 @@ class Group:
     watched: float = math.inf
     answered: dict[tuple[int, bytes], Answered] = field(default_factory=dict)
     resumed: bool = False
+
+    def spell_loss(self, rank: int) -> bytes:
+        """The body of LOST."""
+        return pack([self.name, U32.pack(rank), self.gone[rank].encode()])
+
+    def spell_needed(self, rank: int, tag: bytes) -> bytes:
+        """That of a reply to who needs a rank that is gone in the exchange `tag`."""
+        text = f"{spell_gone(rank, self.gone[rank])}; {tag!r} needed it"
+        return pack([U32.pack(rank), text.encode()])

@@ -61,9 +61,9 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
-        self._successors = successors = Successors(charge, self._after)
         self.reaches: Callable[[Member], bool] = lambda _: True
         """Whether there is a way to a member now."""
+        self.successors = successors = Successors(charge, self._after)
         self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow, self._doubts)
         self._questions = Questions(self.rolls.find_current, self._groups, self._after, lambda: successors.told)
         self.returns = Returns(
@@ -83,7 +83,7 @@ class Groups:
             Op.AGREE: (4, self.rolls.agree),
             Op.GROW: (5, self.rolls.grow),
             Op.ADMIT: (1, self._admit),
-            Op.STANDING: (2, self._successors.stand),
+            Op.STANDING: (2, self.successors.stand),
             Op.RETURN: (4, self._return),
             Op.SURVEY: (2, self._questions.ask_all),
         }
@@ -110,13 +110,13 @@ class Groups:
     @property
     def alone(self) -> str:
         """Why this store gives up, if it does. It decides nothing from then on: others may decide otherwise."""
-        return self.returns.alone or self._successors.cut_off
+        return self.returns.alone or self.successors.cut_off
 
     def drop(self, member: Member, reason: str, *, silent: bool = False) -> None:
         """`member` is gone: lost for `reason`, or in order where that is empty. `silent`: it may live elsewhere."""
         self._keys.drop(member)
         self.rolls.drop(member)
-        self._successors.drop(member, silent)
+        self.successors.drop(member, silent)
         self.returns.drop(member, silent)
         if self.alone:
             return
@@ -127,7 +127,7 @@ class Groups:
             self._part(member, name, reason)
 
     def _doubts(self) -> bool:
-        return self._successors.doubts(self.reaches)
+        return self.successors.doubts(self.reaches)
 
     def keeps(self, member: Member) -> bool:
         """Whether the store is to go on for `member`: not for who waits to be taken in or looks on."""
@@ -167,7 +167,7 @@ class Groups:
         self._tell_leaving(group, name)
         group.members[rank] = member
         member.ranks[name] = rank
-        self._successors.add(member, hosts=hosts == b"\1")
+        self.successors.add(member, hosts=hosts == b"\1")
         member.send(Op.REPLY, pack([U32.pack(group.host)]), request)
         self._catch_up(member, group)
 
@@ -179,17 +179,17 @@ class Groups:
             member.send(Op.LEFT, pack([group.name, *map(U32.pack, left)]))
         for gone, reason in group.gone.items():
             if reason:
-                member.send(*_loss(group.name, gone, reason))
+                member.send(Op.LOST, group.spell_loss(gone))
         if group.verdict is not None:
             member.send(Op.VERDICT, group.verdict)
 
     def _admit(self, member: Member, request: int, seconds8: bytes) -> None:
-        self._successors.add(member)
+        self.successors.add(member)
         self.rolls.admit(member, request, seconds8)
 
     def _return(self, member: Member, request: int, hosts: bytes, places: bytes, told: bytes, pasts: bytes) -> None:
         """A member of the store before this one."""
-        self._successors.take_back(member, hosts == b"\1", places, told)
+        self.successors.take_back(member, hosts == b"\1", places, told)
         self.returns.take(member, places, pasts)
         for name, rank in member.ranks.items() if hosts == b"\1" else ():
             self._groups[name].host = rank
@@ -203,10 +203,10 @@ class Groups:
 
     def _serve_if_sure(self) -> None:
         if self.returns.sure:
-            self._successors.confirm()
+            self.successors.confirm()
             self.returns.serve()
         if self.returns.settled:
-            self._successors.release()
+            self.successors.release()
 
     def _find(self, name: bytes, size: int, *, new: bool) -> Group | None:
         return self._groups.get(name) or (self._create(name, size) if new else None)
@@ -289,9 +289,9 @@ class Groups:
         group.gone[rank] = reason
         if reason:
             self._tell_leaving(group, name)  # in the order in which they went
-            op, body = _loss(name, rank, reason)
+            body = group.spell_loss(rank)
             for other in group.members.values():
-                other.send(op, body)
+                other.send(Op.LOST, body)
         else:
             self._gather_leaving(group, name, rank)
         for tag, exchange in list(group.exchanges.items()):
@@ -356,7 +356,7 @@ class Groups:
         exchange.add(tag, rank, member, request, (shared, alike, own))
         if len(exchange.rows) == group.size:
             group.formed = True
-            self._successors.begin(group.members.values())
+            self.successors.begin(group.members.values())
             if any(exchange.own.values()):
                 group.own[tag] = exchange.own
             group.exchanges.pop(tag).finish(group.size)
@@ -371,13 +371,16 @@ class Groups:
         group, _ = self._of(member, name)
         told = group.own.get(tag, {})
         wanted = [rank for (rank,) in U32.iter_unpack(ranks)]
-        if unknown := [rank for rank in wanted if rank not in told]:
+        unknown = [rank for rank in wanted if rank not in told]
+        if lost := [rank for rank in unknown if rank in group.gone]:  # with the store that it told
+            member.send(Op.REPLY, group.spell_needed(lost[0], tag), request, Status.LOST)
+            return
+        if unknown:
             raise RefusedError(f"{spell_ranks(unknown)} told nothing of its own in {tag!r}")
         member.send(Op.REPLY, pack(told[rank] for rank in wanted), request)
 
     def _fail_exchange(self, group: Group, tag: bytes, rank: int) -> None:
-        text = f"{spell_gone(rank, group.gone[rank])}; {tag!r} needed it"
-        group.exchanges.pop(tag).answer(pack([U32.pack(rank), text.encode()]), Status.LOST)
+        group.exchanges.pop(tag).answer(group.spell_needed(rank, tag), Status.LOST)
 
     def _expire_exchange(self, group: Group, tag: bytes, exchange: Exchange) -> None:
         if group.exchanges.get(tag) is not exchange or exchange.failed:
@@ -399,7 +402,3 @@ class Groups:
             for other in group.members.values():
                 other.send(Op.VERDICT, group.verdict)
         member.send(Op.REPLY, group.verdict, request)
-
-
-def _loss(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:
-    return Op.LOST, pack([name, U32.pack(rank), reason.encode()])

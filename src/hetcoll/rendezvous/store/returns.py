@@ -26,6 +26,9 @@ from .successors import SILENCES, After
 
 Waiting = tuple[Member, Frame]
 
+_OF_ALL = JOINT | {Op.POST, Op.LOOK}
+"""What is not served until all ranks of a group are here: one may have heard, or told, what it asks for."""
+
 
 class Claim(NamedTuple):
     """On what a store takes the place of another: it serves once `quorum` processes have come, which are more than half
@@ -156,7 +159,7 @@ class Returns:
         held: list[Waiting] | None = None
         if self.waits and frame.op != Op.RETURN:
             held = self._held
-        elif self._settling and (frame.op in JOINT or frame.op == Op.POST):
+        elif self._settling and frame.op in _OF_ALL:
             held = self._settling.get(next(iter(frame.fields), b""))
         if held is None:
             return False

@@ -2,12 +2,14 @@
 
 A job that has come together has up to MOST successors: members that listen and serve nobody as yet. All members are
 told where. When the store is lost they go to the first of these that is alive, and each tells it what it knows of its
-groups: out of that the new store makes its state (`returns`).
+groups: out of that the new store makes its state (`returns`). A host may die with all that run on it: so the successors
+are on as many hosts as can be.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from ..protocol.keys import Member
@@ -27,6 +29,8 @@ class Successors:
 
     def __init__(self, charge: bytes, after: After) -> None:
         self._charge, self._after = charge, after
+        self.host_of: Callable[[Member], str] = lambda _: ""
+        """On which host a member is, nothing: on the store's own."""
         self._members: dict[Member, bool] = {}  # whether the store is in its process
         self._ranks: set[Member] = set()  # those of a group; who waits to be taken in is none of the job's processes
         self._firm: set[Member] = set()  # of these all but newcomers whose group has yet to meet
@@ -41,8 +45,8 @@ class Successors:
         """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
 
     def add(self, member: Member, *, hosts: bool = False) -> None:
-        """A member is there. While the job comes together the first ones are asked to listen, so that all are told of
-        them before they go on."""
+        """A member is there. While the job comes together the first ones, and the first ones of other hosts, are asked
+        to listen, so that all are told of them before they go on."""
         known = member in self._members
         self._members[member] = hosts or self._members.get(member, False)
         more = self._count(member)
@@ -51,7 +55,7 @@ class Successors:
         if self._begun and more:
             self._refresh_soon()
         elif not self._begun and self._charge:
-            self._ask()
+            self._ask([member])
 
     def grow(self) -> None:
         """Some that waited are of the job now. All are told before they go on with these: what were more than half
@@ -81,11 +85,11 @@ class Successors:
             self._places[member] = places
 
     def confirm(self) -> None:
-        """This store serves: those who came to it may rely on that."""
+        """This store serves: those who came to it may rely on that. Others may have been told another list by now."""
         more = [member for member in self._unsure if self._count(member)]
         self._firm.update(more)
         for member in self._unsure:
-            member.send(Op.SUCCESSORS, b"")
+            member.send(Op.SUCCESSORS, b"" if self._fixed else self.told)
         self._unsure.clear()
         if self._charge and not self._begun:
             self._begun = True
@@ -164,25 +168,45 @@ class Successors:
         self._due = False
         if self._fixed:
             return
-        self._ask()
+        self._ask(self._members)
         if all(self._places.values()):
             self._tell()
         else:
             self._due = True
             self._after(F64.pack(_GATHER), self._tell)  # one may be stopped
 
-    def _ask(self) -> None:
-        for member, hosts in self._members.items():
-            if len(self._places) == MOST:
+    def _ask(self, members: Iterable[Member]) -> None:
+        """Have some of these listen, until there are enough, and of enough hosts."""
+        hosts = {"", *map(self.host_of, self._places)}
+        for member in members:
+            enough = len(self._places) >= MOST
+            if enough and len(hosts) > MOST:
                 break
-            if not hosts and member not in self._places:
-                self._places[member] = b""
-                member.send(Op.STAND, self._charge)
+            if self._members[member] or member in self._places or (enough and self.host_of(member) in hosts):
+                continue
+            hosts.add(self.host_of(member))
+            self._places[member] = b""
+            member.send(Op.STAND, self._charge)
 
     def _tell(self) -> None:
         self._due = False
         count = max(len([each for each in self._ranks if not self._members[each]]) + self._silent, self._least)
-        places = unpack(self.told)[1:] if self._fixed else filter(None, self._places.values())
+        places = unpack(self.told)[1:] if self._fixed else self._choose()
         self.told = pack((U32.pack(count), *places))
         for member in self._members:
             member.send(Op.SUCCESSORS, self.told)
+
+    def _choose(self) -> list[bytes]:
+        """Of those that listen one on the store's own host, where newcomers look, and others on as many as there are.
+
+        Who comes before another in a list does so in all later ones, also in those of later stores. So who has missed
+        some of them, as one store died after another, goes to the same one as the others."""
+        before = unpack(self.told)[1:]
+        left = {place: self.host_of(member) for member, place in self._places.items() if place}
+        left = dict(sorted(left.items(), key=lambda each: (*before, each[0]).index(each[0])))
+        used, chosen = defaultdict[str, float](float, {"": -0.5}), list[bytes]()
+        while left and len(chosen) < MOST:
+            place = min(left, key=lambda each: used[left[each]])
+            used[left.pop(place)] += 1.0
+            chosen.append(place)
+        return sorted(chosen, key=lambda each: (*before, each).index(each))

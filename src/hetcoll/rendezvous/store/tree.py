@@ -19,6 +19,7 @@ from ...errors import CommunicationError
 from ..connections.members import Connection
 from ..connections.pulse import Pulses
 from ..protocol.exchanges import FEW
+from ..protocol.keys import Member
 from ..protocol.routes import Entry as Way
 from ..protocol.routes import Route, unpack_up
 from ..protocol.streams import Stream
@@ -109,6 +110,8 @@ class Tree:
         self.pulses = Pulses(selector, self._hear_of_death)
         groups.returns.watch(self.pulses)
         groups.reaches = lambda member: isinstance(member, Node) and member.way() is not None
+        groups.successors.host_of = self._host_of
+        self._here: set[str] = set()  # addresses of this host
         self._nodes: dict[bytes, Node] = {}
         self._relays: list[Node] = []  # in the order in which they came
         self._waiting: list[_Waiting] = []
@@ -116,6 +119,10 @@ class Tree:
         self._asked = 0
         self._own = dict.fromkeys(Kind, 0)  # how many are connected to the store itself
         self._recruit_at = self._looked = 0.0
+
+    def _host_of(self, member: Member) -> str:
+        places = member.entry.addresses if isinstance(member, Node) else ()
+        return "" if not places or places[0][0] in self._here else places[0][0]
 
     @property
     def keeps(self) -> bool:
@@ -270,6 +277,7 @@ class Tree:
         if connection is not None:
             connection.token = entry.token
             self._own[entry.kind] += 1
+            self._here.add(connection.sock.getsockname()[0].removeprefix("::ffff:"))
         if parent is not None:
             parent.children[number] = node
         if entry.kind is Kind.RELAY:
