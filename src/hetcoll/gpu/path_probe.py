@@ -177,7 +177,8 @@ class Bench:
         for stream, event in zip(self._streams, self._events, strict=True):
             undo.callback(device.destroy_stream, stream)
             undo.callback(device.destroy_event, event)
-        self._send, self._recv = device.allocate(most), device.allocate(most)  # drivers wait for all streams to free it
+        # What is sent repeats itself, and is there once. Drivers wait for all streams to free memory.
+        self._send, self._recv = device.allocate(min(most, share.slot_bytes + _CHUNK)), device.allocate(most)
         undo.callback(device.free, self._send)
         undo.callback(device.free, self._recv)
 
@@ -189,14 +190,16 @@ class Bench:
             self._copy(int(got.ctypes.data), self._recv + at, n)
             return got[:n]
 
+        filled = min(nbytes, self._share.slot_bytes + _CHUNK)
         self._copy(self._send, int(mine.ctypes.data), done := mine.size)
-        while done < nbytes:
-            self._copy(self._send + done, self._send, n := min(done, nbytes - done))
+        while done < filled:
+            self._copy(self._send + done, self._send, n := min(done, filled - done))
             done += n
-        self._copy(self._recv, self._send, nbytes)  # where nothing comes, what is there is not the peer's
+        for at, n in messages(self._share, nbytes):
+            self._copy(self._recv + at, self._send + at % _CHUNK, n)  # where nothing comes, it is not the peer's
         try:
             for at, n in messages(self._share, nbytes):
-                self._enqueue(True, peer, channel, self._send + at, n, self._out)
+                self._enqueue(True, peer, channel, self._send + at % _CHUNK, n, self._out)
                 self._enqueue(False, peer, channel, self._recv + at, n, self._in)
         except RegistrationError as error:
             return str(error)
