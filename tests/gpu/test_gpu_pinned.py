@@ -117,7 +117,7 @@ def use_all_that_fits(comm: hetcoll.Communicator) -> SimpleNamespace:
 
 @parametrize("vendor", ["cuda", "hip"], first=1)
 def test_links_come_with_the_plans_that_use_them_as_long_as_there_is_room(start: Any, vendor: str) -> None:
-    budget = 14 << 20
+    budget = 10 << 20
     ranks = start(4, vendor, HETCOLL_PINNED_BYTES=str(budget), HETCOLL_ALGO="allreduce:ring")
     for found in ranks.run(use_all_that_fits, timeout=100):
         assert (found.ring, found.all) == (2, 3)

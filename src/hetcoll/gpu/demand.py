@@ -55,7 +55,8 @@ class Demand:
         """With slots of so many bytes, edges to so many ranks elsewhere, two to a few, and the message kernel's rings
         or not."""
         edges = (_CHANNELS * (self.ranks - 1) + 2 * (far + self.few)) * (WORDS_BYTES + SLOTS * slot)
-        return SlotSegment.head_bytes(self.ranks) // self.ranks + edges + rings * (self.ranks - 1) * MESSAGE_RING
+        head = SlotSegment.head_bytes(self.ranks, kernels=self.far == 0)
+        return head // self.ranks + edges + rings * (self.ranks - 1) * MESSAGE_RING
 
     def _fits(self, share: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
         """What fits of these, the best first: a slot's size, ranks elsewhere, whether there are rings."""

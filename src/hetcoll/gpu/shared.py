@@ -78,7 +78,7 @@ class GpuShare:
         self.rings, self._spare = demand.beside(self.slot_bytes, wiring.pinned_bytes // len(wiring.locals))
         self.proved: set[int] = set()
         """Ranks to which the way in use has carried known bytes."""
-        self.segment = self._segment(device, timeout)
+        self.segment = self._segment(device, timeout, kernels=demand.far == 0)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
 
@@ -106,11 +106,11 @@ class GpuShare:
         problem = self._failed.get(pair_of(self.rank, peer))
         return self.topology.why(self.rank, peer) + (f": {problem}" if problem else "")
 
-    def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
+    def _segment(self, device: Device | None, timeout: float, *, kernels: bool) -> SlotSegment:
         ranks, name = len(self.locals), self.gpus[self.locals[0]].memory
-        nbytes = SlotSegment.nbytes(ranks, self.slot_bytes)
+        nbytes = SlotSegment.nbytes(ranks, self.slot_bytes, kernels=kernels)
         with self._memory("hetcoll-slots", nbytes, name, timeout) as memory:
-            return SlotSegment(memory.fileno(), ranks, self.slot_bytes, device, self.pinned)
+            return SlotSegment(memory.fileno(), ranks, self.slot_bytes, device, self.pinned, kernels=kernels)
 
     @property
     def room(self) -> int:

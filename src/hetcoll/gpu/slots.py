@@ -84,16 +84,19 @@ class SlotSegment:
     """The slots of one host, in a file of memory that its ranks share.
 
     `fd` is not kept. `size` is the number of ranks of the host, which are named by their place among them here.
-    Addresses are those of `device`; a rank without one (None) has the host's.
+    `kernels`: these have areas and rings, as all ranks are here. Addresses are those of `device`; a rank without one
+    (None) has the host's.
     """
 
-    def __init__(self, fd: int, size: int, slot_bytes: int, device: Device | None, pinned: Pinned) -> None:
+    def __init__(
+        self, fd: int, size: int, slot_bytes: int, device: Device | None, pinned: Pinned, *, kernels: bool
+    ) -> None:
         self._size, self._device, self._pinned = size, device, pinned
         self._edge_bytes = WORDS_BYTES + SLOTS * slot_bytes
-        nbytes = self.nbytes(size, slot_bytes)
+        nbytes, mates = self.nbytes(size, slot_bytes, kernels=kernels), size if kernels else 0
         self._areas = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
-        self._rings = self._areas + size * _AREA
-        self._head = self._rings + size * (_RING + _RING_WORDS)
+        self._rings = self._areas + mates * _AREA
+        self._head = self._rings + mates * (_RING + _RING_WORDS)
         self._behind_edges = self._head + size * size * EDGES * self._edge_bytes
         self._edges: dict[tuple[int, int, int], Edge] = {}
         self._message_rings: list[tuple[int, int]] = []
@@ -106,22 +109,22 @@ class SlotSegment:
         self._registered: list[tuple[int, int]] = []  # offsets, and what of the bytes is this rank's
         head = self._register(0, self._head, size)
         self.aborts = [head + WORD_BYTES * r for r in range(size)]
-        self.rings = [head + self._rings + _RING * r for r in range(size)]
-        self.ring_words = [head + self._rings + _RING * size + _RING_WORDS * r for r in range(size)]
-        self.areas = [head + self._areas + _AREA * r for r in range(size)]
+        self.rings = [head + self._rings + _RING * r for r in range(mates)]
+        self.ring_words = [head + self._rings + _RING * size + _RING_WORDS * r for r in range(mates)]
+        self.areas = [head + self._areas + _AREA * r for r in range(mates)]
         self.ledger = self._address + _PAGE  # for the host
 
     @staticmethod
-    def nbytes(size: int, slot_bytes: int) -> int:
+    def nbytes(size: int, slot_bytes: int, *, kernels: bool) -> int:
         """Address space for a host of `size` ranks; memory is taken only by edges in use."""
         each = EDGES * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES + MESSAGE_RING
-        return SlotSegment.head_bytes(size) + size * size * each
+        return SlotSegment.head_bytes(size, kernels=kernels) + size * size * each
 
     @staticmethod
-    def head_bytes(size: int) -> int:
+    def head_bytes(size: int, *, kernels: bool) -> int:
         """What is in front of the edges, and in use from the start."""
         ledger = -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
-        return _PAGE + ledger + size * (_AREA + _RING + _RING_WORDS)
+        return _PAGE + ledger + kernels * size * (_AREA + _RING + _RING_WORDS)
 
     def pages(self, src: int, dst: int) -> int:
         """The host's address of the two pages of a ledger, where `src` and `dst` write down their messages."""
@@ -189,6 +192,8 @@ class SlotSegment:
             moved += int(
                 words[counters // 8 : (counters - MESSAGE_COUNTERS + MESSAGE_RING) // 8 : WORD_BYTES // 8].sum()
             )
+        if not self.rings:
+            return moved
         ring = (self._rings + _RING * self._size + _RING_WORDS * rank) // 8
         moved += int(words[ring : ring + _RING_WORDS // 8 : WORD_BYTES // 8].sum())
         area = (self._areas + _AREA * rank) // 8
