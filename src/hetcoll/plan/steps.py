@@ -265,6 +265,14 @@ def _table(rows: Sequence[tuple[int, ...]], width: int) -> Numbers:
         return np.array(rows, np.object_).reshape(-1, width).T
 
 
+def table_of(first: Ints | int, *others: Numbers) -> Numbers:
+    """An array of these rows; a number is the same in all columns."""
+    table = np.empty((1 + len(others), others[0].size), np.result_type(*others))  # np.stack takes longer
+    for row, cells in enumerate((first, *others)):
+        table[row] = cells
+    return table
+
+
 def _spans(table: Numbers) -> list[Span | None]:
     return [None if buf < 0 else Span(_BUFS[buf], start, count) for buf, start, count in table.T.tolist()]
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ...types import Collective
 from ..ir import Buf, Op, Plan
-from ..steps import MOST_NUMBERS, Ints, Numbers
+from ..steps import MOST_NUMBERS, Ints, Numbers, table_of
 from .base import Draft, Groups
 
 AMONG = (
@@ -60,8 +60,9 @@ class Placed(NamedTuple):
 
     def nth(self) -> Ints:
         """Of the spans of one row and atom, which one each is."""
-        edge = np.flatnonzero(np.diff(self.row, prepend=-1) | np.diff(self.atom, prepend=-1))
-        return np.arange(self.row.size) - np.repeat(edge, np.diff(edge, append=self.row.size))
+        begins = np.ones(self.row.size, np.bool_)
+        begins[1:] = (self.row[1:] != self.row[:-1]) | (self.atom[1:] != self.atom[:-1])
+        return np.arange(self.row.size) - np.flatnonzero(begins)[np.cumsum(begins) - 1]
 
 
 def spread_out(counts: Ints) -> tuple[Ints, Ints]:
@@ -170,7 +171,7 @@ class Whole(Steps):
         if buf is None:
             buf = np.array([self.held, self.into, Buf.SCRATCH])[which]
             start = start + np.where(which == Buf.SCRATCH, self.shift + copy, 0) * self.units
-        return Placed(row, atom, np.stack(np.broadcast_arrays(buf, start, count * length)))
+        return Placed(row, atom, table_of(buf, start, count * length))
 
     def regions(self, spans: Numbers) -> tuple[Ints, Ints]:
         there = np.flatnonzero(spans[0] >= 0)
@@ -226,18 +227,18 @@ class Shares(Steps):
         inner, count = rest * self.flat.pieces + begin * each, length * each
         wide = members[firsts[region] + share.astype(np.int64)] * self.pieces + inner
         if buf is not None:
-            return Placed(row, atom, np.stack(np.broadcast_arrays(buf, wide, count)))
+            return Placed(row, atom, table_of(buf, wide, count))
         which = spans[0][row].astype(np.int64)
         if not self.scatters:
             start = np.where(large, wide, inner) + copy * np.where(large, whole, self.pieces)
-            return Placed(row, atom, np.stack([which, start, count]))
+            return Placed(row, atom, table_of(which, start, count))
         scratch, given = which == Buf.SCRATCH, which == Buf.SEND
         start = np.where(
             scratch, (copy + self.shift) * whole + wide, np.where(given & (region != self.here), wide, inner)
         )
         start = np.where(~scratch & ~given & large, wide, start)
         which = np.where(given, np.where(region == self.here, Buf.RECV, Buf.SCRATCH), which)
-        return Placed(row, atom, np.stack([which, start, count]))
+        return Placed(row, atom, table_of(which, start, count))
 
 
 class Cut(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
 from ..ir import Buf, Op, Plan, Span, Spans
-from ..steps import Ints, Numbers, row_of
+from ..steps import Ints, Numbers, row_of, table_of
 from .atoms import AMONG, Atom, Placed, Shares, Steps, Whole, atoms_of, spread_out
 from .base import Algorithm, Draft, each, inp, out, tmp
 
@@ -139,7 +139,8 @@ class _Inside(Steps):
             deps = begin[row[at], parts.atom[at] % a]
             deps = np.where(deps < 0, -1, deps + np.where(alike[at], nth[at], more) * a)
             table = np.zeros((11, row.size), parts.spans.dtype)
-            table[:4, :] = np.stack(np.broadcast_arrays(Op.SEND, lane, np.array(mates)[parts.atom // a], 1))
+            for place, cells in enumerate((Op.SEND, lane, np.array(mates)[parts.atom // a], 1)):
+                table[place] = cells
             table[5:8], table[8] = parts.spans, -1
             p.add_table(table, at, deps)
         if p.rank in to:
@@ -190,7 +191,7 @@ def _once(spans: Numbers, buf: Buf, *, last: bool, taken: Iterable[int] = ()) ->
     at = at[~np.isin(unit[at], [*taken])]
     row, unit = row[at], unit[at]
     edge = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(unit, prepend=-2) != 1))
-    return row[edge], np.stack(np.broadcast_arrays(buf, unit[edge], np.diff(edge, append=unit.size)))
+    return row[edge], table_of(buf, unit[edge], np.diff(edge, append=unit.size))
 
 
 class _Buffers(_Inside, Whole):
