@@ -62,7 +62,8 @@ class Placed(NamedTuple):
         """Of the spans of one row and atom, which one each is."""
         begins = np.ones(self.row.size, np.bool_)
         begins[1:] = (self.row[1:] != self.row[:-1]) | (self.atom[1:] != self.atom[:-1])
-        return np.arange(self.row.size) - np.flatnonzero(begins)[np.cumsum(begins) - 1]
+        nth: Ints = np.arange(self.row.size) - np.flatnonzero(begins)[np.cumsum(begins) - 1]
+        return nth
 
 
 def spread_out(counts: Ints) -> tuple[Ints, Ints]:
