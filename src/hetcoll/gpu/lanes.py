@@ -19,20 +19,19 @@ class Lanes:
 
     def __init__(self, device: Device, slot_bytes: int, priority: int = 0) -> None:
         self._device, self.streams = device, list[int]()
-        self._scratch_bytes = 0
+        self._scratch_bytes, self._staged = 0, _native.STAGED_MESSAGES * slot_bytes
         with contextlib.ExitStack() as undo:
             for _ in range(_native.DEVICE_LANES):
                 self.streams.append(device.stream(priority))
                 undo.callback(device.destroy_stream, self.streams[-1])
-            self.staging = device.allocate(_native.STAGED_MESSAGES * slot_bytes)
+            self.staging = device.allocate(self._staged)
             undo.callback(device.free, self.staging)
-            self._give_to_engine(
-                self.streams[_native.READY_LANE], min(_ENGINE_BYTES, _native.STAGED_MESSAGES * slot_bytes)
-            )
             self._undo = undo.pop_all()
 
-    def _give_to_engine(self, stream: int, nbytes: int) -> None:
-        """Have the driver run what comes on it at a copy engine: see `DeviceLane` in native/gpu/queue.h."""
+    def give_signals_to_engine(self) -> None:
+        """Have a copy engine say from now on that slots are full: see `DeviceLane` in native/gpu/queue.h. Of no use to
+        graphs, which run on no stream of these."""
+        stream, nbytes = self.streams[_native.READY_LANE], min(_ENGINE_BYTES, self._staged)
         host = self._device.allocate_host(nbytes)
         try:
             self._device.copy(self.staging, host, nbytes, stream)
