@@ -13,12 +13,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import cached_property
+from itertools import chain
 from math import lcm
 from typing import NamedTuple
 
 from ..types import ROOTED, WHOLE, Collective
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host: `Topology.hosts`
+
+
+class Groups:
+    """The ranks of each host or island, of which `size` is the number, or 0 if these do not hold each rank once."""
+
+    def __init__(self, ranks: Hosts) -> None:
+        numbers = sorted(chain.from_iterable(ranks))
+        self.ranks = ranks
+        self.size = len(numbers) if all(ranks) and numbers == list(range(len(numbers))) else 0
+
+    @cached_property
+    def common(self) -> int:
+        """Into as many parts as all can cut evenly: the least number."""
+        return lcm(*map(len, self.ranks))
+
+    @cached_property
+    def of(self) -> dict[int, int]:
+        """In which group each rank is."""
+        return {rank: i for i, group in enumerate(self.ranks) for rank in group}
 
 
 class Reach(Enum):

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...types import Collective
+from ..costs import Groups
 from ..ir import Buf, Op, Plan
 from ..steps import MOST_NUMBERS, Ints, Numbers, table_of
-from .base import Draft, Groups
+from .base import Draft
 
 AMONG = (
     Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER, Collective.BROADCAST, Collective.REDUCE,

@@ -22,16 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import chain
-from math import lcm
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...errors import ArgumentError
 from ...types import REDUCING, Collective
-from ..costs import COSTS, LEVELS, Cost, Hosts, Levels
+from ..costs import COSTS, LEVELS, Cost, Groups, Hosts, Levels
 from ..ir import Buf, Builder, Local, Op, Plan, Span, Spans, cut
 from ..steps import Ints
 
@@ -60,25 +58,6 @@ def tmp(start: int = 0, count: int = 1) -> Span:
 def each(make: Callable[[Any], Span], start: Ints, count: Ints | int = 1) -> Spans:
     """A span of `make` for each of several steps."""
     return Spans(make(0).buf, start, count)
-
-
-class Groups:
-    """The ranks of each host or island, of which `size` is the number, or 0 if these do not hold each rank once."""
-
-    def __init__(self, ranks: Hosts) -> None:
-        numbers = sorted(chain.from_iterable(ranks))
-        self.ranks = ranks
-        self.size = len(numbers) if all(ranks) and numbers == list(range(len(numbers))) else 0
-
-    @cached_property
-    def common(self) -> int:
-        """Into as many parts as all can cut evenly: the least number."""
-        return lcm(*map(len, self.ranks))
-
-    @cached_property
-    def of(self) -> dict[int, int]:
-        """In which group each rank is."""
-        return {rank: i for i, group in enumerate(self.ranks) for rank in group}
 
 
 @dataclass(slots=True, kw_only=True)

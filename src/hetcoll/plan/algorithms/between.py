@@ -13,9 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..costs import Groups
 from ..ir import Spans
 from ..steps import MOST_NUMBERS, Ints, Numbers
-from .base import Draft, Groups, each, inp, out
+from .base import Draft, each, inp, out
 
 
 class Place:
