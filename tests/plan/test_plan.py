@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import struct
+import sys
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ from hetcoll import _native
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.plan.ir import HEADER, MAGIC, SPAN, STEP, Buf, Builder, Local, Op, Plan, Span, Spans, Step, cut
+from hetcoll.plan.steps import fresh
 from hetcoll.types import Collective
 
 counts = st.integers(0, 1 << 62)
@@ -91,6 +94,18 @@ def test_deps_of_many_steps_are_those_of_single_ones() -> None:
                 spans = Spans(Buf.RECV, np.zeros(n, np.int64))
                 many.add_many(Op.COPY, lane, spans, span, deps=[np.array(row) for row in waits])
         assert tuple(many.steps) == tuple(one.steps)
+
+
+def test_steps_are_drawn_while_somebody_looks_at_the_frames() -> None:
+    """A report of what a thread does holds its frames, whose variables then live on after their functions return."""
+    frames: list[FrameType] = []
+    sys.setprofile(lambda frame, event, _: frames.append(frame) if event == "return" else None)
+    try:
+        plans = drawn(1)
+    finally:
+        sys.setprofile(None)
+    assert any(frame.f_code is fresh.__code__ for frame in frames)
+    assert plans == drawn(1)
 
 
 def test_the_engines_records_hold_no_lane_that_is_too_large() -> None:

@@ -388,7 +388,7 @@ class Builder:
         self._fold()
         fields = table[:5].astype(np.int64, copy=False)
         self.lanes.frombytes(fields[1].astype(np.intc).tobytes())
-        at, deps = fresh(at[deps >= 0] + first, deps[deps >= 0], np.frombuffer(self.lanes, np.intc), self._waited)
+        at, deps = fresh(at[deps >= 0] + first, deps[deps >= 0], self.lanes, self._waited)
         ends = np.zeros(n + 1, np.int64)
         np.cumsum(np.bincount(at - first, minlength=n), out=ends[1:])
         self._many.append(Columns(fields, table[5:8], table[8:], deps, ends, {}))

@@ -8,6 +8,7 @@ somebody looks.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -277,15 +278,18 @@ def _spans(table: Numbers) -> list[Span | None]:
     return [None if buf < 0 else Span(_BUFS[buf], start, count) for buf, start, count in table.T.tolist()]
 
 
-def fresh(at: Ints, deps: Ints, lanes: NDArray[np.intc], waited: dict[tuple[int, int], int]) -> tuple[Ints, Ints]:
+def fresh(at: Ints, deps: Ints, lanes: array[int], waited: dict[tuple[int, int], int]) -> tuple[Ints, Ints]:
     """Which steps wait for which, where step ``at[i]`` was to wait for ``deps[i]``: in order, each once, and without
     what its own lane does, or an earlier step of that has waited for. `waited` has the last one by lane and other lane.
+
+    No variable holds a view of `lanes`: who looks at a thread's frames, as a report of its calls does, keeps variables
+    alive, and an array that has a view cannot grow.
     """
     order = np.lexsort((deps, at))
     at, deps = at[order], deps[order]
     left = np.ones(at.shape, np.bool_)
     left[1:] = (np.diff(at) != 0) | (np.diff(deps) != 0)
-    edges = lanes[at].astype(np.int64) << 32 | lanes[deps]
+    edges = np.frombuffer(lanes, np.intc)[at].astype(np.int64) << 32 | np.frombuffer(lanes, np.intc)[deps]
     for edge in np.unique(edges).tolist():
         lane, other = edge >> 32, edge & 0xFFFFFFFF
         these = np.flatnonzero(edges == edge)
