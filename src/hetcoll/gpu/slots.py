@@ -101,10 +101,10 @@ class SlotSegment:
         self._edges: dict[tuple[int, int, int], Edge] = {}
         self._message_rings: list[tuple[int, int]] = []
         try:
-            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+            mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:
             raise InitError(f"mapping {nbytes} bytes for the slots of GPUs: {error.strerror}") from error
-        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._bytes = np.frombuffer(mapping, np.uint8)
         self._address = int(self._bytes.ctypes.data)
         self._registered: list[tuple[int, int]] = []  # offsets, and what of the bytes is this rank's
         head = self._register(0, self._head, size)
@@ -223,11 +223,10 @@ class SlotSegment:
                 words[first : first + _WORDS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
 
     def close(self) -> None:
-        """Unmap. The device must be done with all slots."""
+        """Unmap, when nobody looks into it any more. The device must be done with all slots."""
         for offset, nbytes in self._registered:
             assert self._device is not None
             self._device.unregister_host(self._address + offset)
             self._pinned.give(nbytes)
         self._registered.clear()
         del self._bytes
-        self._map.close()
