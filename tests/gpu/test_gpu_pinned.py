@@ -28,6 +28,17 @@ def topology_of(hosts: int, ranks: int) -> Topology:
     return Topology(tuple(RankInfo(rank, str(rank // ranks), vendor="cuda") for rank in range(hosts * ranks)))
 
 
+def fitted(topology: Topology, budget: int, room: int, *, kernels: bool = False) -> int:
+    return slots_that_fit(
+        topology, Pinned(budget, len(topology.hosts[0])), [room] * topology.size, FAST, kernels=kernels
+    )
+
+
+@pytest.fixture(autouse=True)
+def first_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetcoll.gpu.pinned._ranks", 1)
+
+
 @pytest.mark.parametrize(
     ("hosts", "ranks", "slot_kib", "everywhere"),
     [(2, 1, 2048, True), (4, 2, 2048, True), (2, 8, 768, True), (8, 8, 256, True), (128, 8, 512, False)],
@@ -35,25 +46,37 @@ def topology_of(hosts: int, ranks: int) -> Topology:
 def test_what_a_host_pins_stays_within_the_budget(hosts: int, ranks: int, slot_kib: int, everywhere: bool) -> None:
     """Rings and trees always fit, and edges to all ranks in all but the largest jobs."""
     topology, budget = topology_of(hosts, ranks), 1 << 30
-    slot = slots_that_fit(topology, budget, FAST)
+    slot, demand = fitted(topology, budget, budget // ranks), Demand.of(topology, topology.hosts[0])
     assert slot >> 10 == slot_kib
-    demand = Demand.of(topology, topology.hosts[0])
-    rings, spare = demand.beside(slot, budget // ranks)
-    needed = demand.bytes(slot, demand.far if everywhere else demand.few, rings=rings)
-    assert ranks * (needed + spare * slot) <= budget
+    fit = demand.fit(budget // ranks, slot, slot)
+    assert fit is not None
+    assert fit.far == (demand.far if everywhere else demand.few)
+    assert ranks * (demand.bytes(slot, fit.far, rings=fit.rings) + fit.spare * slot) <= budget
     assert everywhere or ranks * demand.bytes(slot, demand.far) > budget
     assert demand.few <= topology.size.bit_length()
 
 
+def test_each_communicator_leaves_room_for_the_next() -> None:
+    """Eight GPUs of a host in two islands: half of what is left each time, first with smaller slots, then without
+    kernels, and at last all of it."""
+    topology, room, found = topology_of(1, 8), (1 << 30) // 8, []
+    demand, fast = Demand.of(topology, topology.hosts[0], kernels=True), 1 << 20
+    while (fit := demand.fit(room, fast)) is not None:
+        found.append((fit.slot >> 10, fit.kernels))
+        used = demand.bytes(fit.slot, fit.far, kernels=fit.kernels, rings=fit.rings)
+        assert used <= room // 2 or fit.slot == 256 << 10
+        room -= used
+    assert found == [(768, True), (512, True), *[(256, False)] * 3]
+
+
 def test_a_budget_that_is_too_small_says_what_would_do() -> None:
     with pytest.raises(InitError, match=r"wanted HETCOLL_PINNED_BYTES=(\d+) or more, got 1048576") as caught:
-        slots_that_fit(topology_of(4, 2), 1 << 20, FAST)
+        fitted(topology_of(4, 2), 1 << 20, 1 << 18)
     enough = int(str(caught.value).split("BYTES=")[1].split()[0])
-    assert slots_that_fit(topology_of(4, 2), enough, FAST) == 256 << 10
+    assert fitted(topology_of(4, 2), enough, enough // 2 - (1 << 18)) == 256 << 10
 
 
-def test_all_communicators_of_a_process_share_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetcoll.gpu.pinned._ranks", 1)
+def test_all_communicators_of_a_process_share_its_part() -> None:
     world, part = Pinned(1000, 4), Pinned(1000, 2)
     with world.taken(100):
         pass

@@ -37,9 +37,14 @@ class Pinned:
         return self._budget // _ranks
 
     @property
+    def room(self) -> int:
+        """What is left of it."""
+        return max(0, self.share - _held)
+
+    @property
     def windows(self) -> int:
         """What of it those of a communicator may have now."""
-        return max(0, min(self.share // WINDOWS, self.share - _held))
+        return min(self.share // WINDOWS, self.room)
 
     def lacks(self, nbytes: int) -> str:
         """Why so many bytes more do not fit, for people; nothing where they do."""
@@ -47,9 +52,12 @@ class Pinned:
             return ""
         return (
             f"{nbytes} bytes more of pinned memory are needed, and of {self.share} that each of {_ranks} ranks of a"
-            f" host may have {_held} are in use: wanted HETCOLL_PINNED_BYTES={(_held + nbytes) * _ranks} or more, got"
-            f" {self._budget}"
+            f" host may have {_held} are in use: {self.wanted(_held + nbytes - self.share)}"
         )
+
+    def wanted(self, more: int) -> str:
+        """What must be allowed for so many bytes more on each rank, for people."""
+        return f"wanted HETCOLL_PINNED_BYTES={(self.share + more) * _ranks} or more, got {self._budget}"
 
     @contextlib.contextmanager
     def taken(self, nbytes: int) -> Iterator[None]:

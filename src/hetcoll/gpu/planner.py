@@ -136,7 +136,7 @@ class GpuPlanner:
             return f"{spell_ranks(without)} without a GPU"
         if any(share.topology.far(self._rank, peer) for peer in range(self._size)):
             return "not all ranks reach each other through memory that their GPUs have mapped"
-        return ""
+        return "" if share.kernels or self._size == 1 else "HETCOLL_PINNED_BYTES leaves no room for their rings"
 
     def _why_no_message_kernel(self, peer: int) -> str:
         """Why messages to `peer`, or from there, are never the kernel's; empty where small ones are."""

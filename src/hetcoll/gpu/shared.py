@@ -21,7 +21,7 @@ from ..errors import DeviceError, InitError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
 from ..links.descriptors import new_name, shared_memory
-from ..links.facts import Gpu
+from ..links.facts import Gpu, served
 from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
 from ..vendors.devices.kernels.source import MESSAGES
@@ -65,20 +65,25 @@ class GpuShare:
         self._wiring, self._diagnosis = wiring, diagnosis
         self.rank, self.locals, self.here = wiring.rank, wiring.locals, wiring.locals.index(wiring.rank)
         ports = () if device is None else wiring.ports_near(device.bus_id)
+        self.pinned = Pinned(wiring.pinned_bytes, len(wiring.locals))
+        message_kernel = device is not None and _has_message_kernel(device)
         self.gpus: Sequence[Gpu] = wiring.facts.choose(
-            device, new_name(), no_direct, device is not None and _has_message_kernel(device), ports, meet
+            device, new_name(), no_direct, message_kernel, self.pinned.room, ports, meet
         )
         kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
         topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
         self.topology = topology.with_ports([gpu.ports for gpu in self.gpus])
         self._failed: dict[Pair, str] = {}
-        self.pinned = Pinned(wiring.pinned_bytes, len(wiring.locals))
-        self.slot_bytes = slots_that_fit(self.topology, wiring.pinned_bytes, slot_bytes(self.topology, near=near))
-        demand = Demand.of(self.topology, wiring.locals)
-        self.rings, self._spare = demand.beside(self.slot_bytes, wiring.pinned_bytes // len(wiring.locals))
+        apart = all(gpu.vendor for gpu in self.gpus) and len(served(self.topology.islands, self.gpus)) > 1
+        rooms, fast = [gpu.room for gpu in self.gpus], slot_bytes(self.topology, near=near)
+        self.slot_bytes = slots_that_fit(self.topology, self.pinned, rooms, fast, kernels=apart)
+        demand = Demand.of(self.topology, wiring.locals, kernels=apart)
+        fit = demand.fit(min(rooms[rank] for rank in wiring.locals), self.slot_bytes, self.slot_bytes)
+        assert fit is not None
+        self.kernels, self.rings, self._spare = fit.kernels, fit.rings, fit.spare
         self.proved: set[int] = set()
         """Ranks to which the way in use has carried known bytes."""
-        self.segment = self._segment(device, timeout, kernels=demand.far == 0)
+        self.segment = self._segment(device, timeout)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
 
@@ -106,11 +111,11 @@ class GpuShare:
         problem = self._failed.get(pair_of(self.rank, peer))
         return self.topology.why(self.rank, peer) + (f": {problem}" if problem else "")
 
-    def _segment(self, device: Device | None, timeout: float, *, kernels: bool) -> SlotSegment:
+    def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
         ranks, name = len(self.locals), self.gpus[self.locals[0]].memory
-        nbytes = SlotSegment.nbytes(ranks, self.slot_bytes, kernels=kernels)
+        nbytes = SlotSegment.nbytes(ranks, self.slot_bytes, kernels=self.kernels)
         with self._memory("hetcoll-slots", nbytes, name, timeout) as memory:
-            return SlotSegment(memory.fileno(), ranks, self.slot_bytes, device, self.pinned, kernels=kernels)
+            return SlotSegment(memory.fileno(), ranks, self.slot_bytes, device, self.pinned, kernels=self.kernels)
 
     @property
     def room(self) -> int:
