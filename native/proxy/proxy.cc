@@ -219,7 +219,7 @@ std::vector<std::string> Proxy::TakeEvents() {
 }
 
 std::shared_ptr<ProxyEdge> Proxy::AddEdge(int peer, int channel, bool out, const Slots& slots) {
-  auto edge = std::make_shared<ProxyEdge>(shared_from_this(), slots.count, options_.part_bytes);
+  auto edge = std::make_shared<ProxyEdge>(shared_from_this(), options_.part_bytes);
   const auto ended = std::make_shared<PartsEnded>(slots.count);
   Links& links = links_.at({peer, channel});
   if (links.verbs && slots.count > kClearToSends) {
@@ -247,7 +247,7 @@ std::shared_ptr<ProxyEdge> Proxy::AddEdge(int peer, int channel, bool out, const
 void ProxyEdge::Post(const ProxyMessage& m) const {
   const std::size_t parts = std::clamp<std::size_t>(m.nbytes / part_bytes_, 1, lanes_.size());
   for (std::size_t i = 0; i < parts; ++i) {
-    const auto& [worker, lane] = lanes_[(m.number % slots_ + i) % lanes_.size()];
+    const auto& [worker, lane] = lanes_[(m.number + i) % lanes_.size()];
     const std::size_t begin = m.nbytes * i / parts;
     const std::size_t end = m.nbytes * (i + 1) / parts;
     worker->Post(lane, {m.number, m.signature, begin, end - begin, static_cast<unsigned>(parts)});

@@ -9,7 +9,7 @@
 // The queue tells the proxy of each message when it enqueues it, so a thread knows what is due: it sleeps when nothing
 // is, and a frame that is not the one that was due is found when it comes. An edge may have several links ("stripes"):
 // a long message goes through all of them, a part each, so that it is there as soon as it can be, and a short one
-// through one. Its number and its length say which, at both ends alike.
+// through one. Its number and its length say which, at both ends alike, however many slots each has.
 //
 // A link is a TCP socket, or one over RDMA (transport/verbs/verbs.h), which stripes over NICs by itself. Slots that are
 // registered are sent from and written to where they lie. They may be a GPU's own memory: then NICs alone touch it, or
@@ -182,8 +182,7 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
 // One direction between two ranks.
 class ProxyEdge {
  public:
-  ProxyEdge(std::shared_ptr<Proxy> proxy, unsigned slots, std::size_t part_bytes)
-      : proxy_(std::move(proxy)), slots_(slots), part_bytes_(part_bytes) {}
+  ProxyEdge(std::shared_ptr<Proxy> proxy, std::size_t part_bytes) : proxy_(std::move(proxy)), part_bytes_(part_bytes) {}
 
   // `m` is the next message: a stream will fill its slot, or wait for it. Callable from one thread at a time.
   void Post(const ProxyMessage& m) const;
@@ -191,7 +190,6 @@ class ProxyEdge {
  private:
   friend class Proxy;
   std::shared_ptr<Proxy> proxy_;
-  unsigned slots_;
   std::size_t part_bytes_;
   std::vector<std::pair<ProxyWorker*, ProxyLane*>> lanes_{};  // by link
 };

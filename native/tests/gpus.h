@@ -213,7 +213,8 @@ struct Gpus {
     const auto index = static_cast<std::size_t>(((src * size + dst) * kChannels + channel) * 2 + copy);
     std::byte* at = memory.data() + index * kEdge;
     const auto words = reinterpret_cast<std::uint64_t*>(at);
-    return {at + 4096, words, words + kSlots * kWordStride, kSlotBytes, kSlots};
+    const unsigned count = kSlots + static_cast<unsigned>(copy);  // ends that are apart may have different numbers
+    return {at + 4096, words, words + count * kWordStride, kSlotBytes, count};
   }
 
   std::uint16_t Edge(int rank, int src, int dst, int channel) {
@@ -232,7 +233,7 @@ struct Gpus {
   static constexpr std::size_t kSlotBytes = 1024;
   static constexpr unsigned kSlots = 2;
   static constexpr std::size_t kPartBytes = 100;  // so that longer messages go in parts
-  static constexpr std::size_t kEdge = 4096 + kSlots * kSlotBytes;
+  static constexpr std::size_t kEdge = 4096 + (kSlots + 1) * kSlotBytes;
 
   int size;
   std::vector<int> host;
