@@ -79,7 +79,7 @@ class Successors:
         self._fixed = self._fixed or not self._begun
         self.told = self.told or told
         if told:
-            self._least = max(self._least, U32.unpack(unpack(told)[0])[0] - 1)
+            self._least = max(self._least, U32.unpack_from(unpack(told)[0])[0] - 1)
         self._unsure.append(member)
         if places:
             self._places[member] = places
@@ -190,9 +190,11 @@ class Successors:
 
     def _tell(self) -> None:
         self._due = False
-        count = max(len([each for each in self._ranks if not self._members[each]]) + self._silent, self._least)
+        others = [each for each in self._ranks if not self._members[each]]
+        count = max(len(others) + self._silent, self._least)
+        elsewhere = count - sum(not self.host_of(each) for each in others)
         places = unpack(self.told)[1:] if self._fixed else self._choose()
-        self.told = pack((U32.pack(count), *places))
+        self.told = pack((U32.pack(count) + U32.pack(elsewhere), *places))
         for member in self._members:
             member.send(Op.SUCCESSORS, self.told)
 
