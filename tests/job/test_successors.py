@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from hetcoll.rendezvous.protocol.wire import U32, Op, Status, pack, unpack
 from hetcoll.rendezvous.store.successors import Successors
 
@@ -77,18 +79,26 @@ def test_all_go_by_one_list_until_nobody_is_left_who_could_go_by_the_old_one() -
     assert unpack(first.told[-1][1]) == [count(2, 1), b"where rank 3 does"], "rank 2 may yet come"
 
 
-def test_a_host_that_dies_takes_no_more_than_one_successor_with_it_where_there_are_others() -> None:
-    hosts = dict(zip("01234567", ["", "", "", "", "", "b", "b", "c"], strict=True))
+@pytest.mark.parametrize(
+    ("hosts", "asked", "chosen"),
+    [(["", "", "", "", "", "b", "b", "c"], "12357", "157"), (["", "b", "b", "b", "c", ""], "12345", "514")],
+)
+def test_one_successor_is_on_the_host_of_the_store_and_others_elsewhere(
+    hosts: list[str], asked: str, chosen: str
+) -> None:
+    """A host that dies takes no more than one with it, and whoever is beside the store does not look in vain."""
     successors = Successors(pack((b"charge",)), lambda _, action: None)
-    successors.host_of = lambda member: hosts[member.name]
-    ranks = [Heard(name, world=int(name)) for name in hosts]
+    successors.host_of = lambda member: hosts[int(member.name)]
+    ranks = [Heard(str(rank), world=rank) for rank in range(len(hosts))]
     for rank in ranks:
         successors.add(rank, hosts=rank is ranks[0])
         if rank.told:
             successors.stand(rank, 0, b"", rank.name.encode())
-    assert [rank.name for rank in ranks if rank.told] == ["1", "2", "3", "5", "7"]
+    assert "".join(rank.name for rank in ranks if rank.told) == asked
     successors.begin(ranks)
-    assert unpack(ranks[6].told[-1][1]) == [count(7, 3), b"1", b"5", b"7"]
+    counts, *places = unpack(ranks[-1].told[-1][1])
+    assert counts == count(len(hosts) - 1, sum(map(bool, hosts)))
+    assert b"".join(places).decode() == chosen
 
 
 def test_who_missed_a_list_goes_to_the_same_successor_as_the_others() -> None:

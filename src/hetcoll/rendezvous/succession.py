@@ -118,7 +118,7 @@ class Succession:
                 found = _look(home, _GREETS)
                 if found is _Found.SERVES:
                     return home
-                silent, self._certain = silent or found is not _Found.DEAD, self._certain and found is _Found.DEAD
+                silent, self._certain = silent or found is _Found.SILENT, self._certain and found is _Found.DEAD
             if not silent:
                 return None
             patient = False

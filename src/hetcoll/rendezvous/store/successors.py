@@ -176,15 +176,14 @@ class Successors:
             self._after(F64.pack(_GATHER), self._tell)  # one may be stopped
 
     def _ask(self, members: Iterable[Member]) -> None:
-        """Have some of these listen, until there are enough, and of enough hosts."""
-        hosts = {"", *map(self.host_of, self._places)}
+        """Have some of these listen, until there are enough, and of enough hosts besides the store's own."""
+        hosts = {*map(self.host_of, self._places)}
         for member in members:
-            enough = len(self._places) >= MOST
-            if enough and len(hosts) > MOST:
-                break
-            if self._members[member] or member in self._places or (enough and self.host_of(member) in hosts):
+            host = self.host_of(member)
+            enough = host in hosts or (host and len(hosts - {""}) >= MOST)
+            if self._members[member] or member in self._places or (enough and len(self._places) >= MOST):
                 continue
-            hosts.add(self.host_of(member))
+            hosts.add(host)
             self._places[member] = b""
             member.send(Op.STAND, self._charge)
 
