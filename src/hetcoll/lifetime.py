@@ -39,8 +39,8 @@ _watching = 0  # the process whose multiprocessing finalizer is in place
 
 
 def watch(resource: Resource, at_exit: Callable[[], None] | None = None, *, weakly: bool = False) -> None:
-    """Close `resource` at exit (or call `at_exit`), newest first, and abandon it in forked children. `weakly`: that
-    does not keep it alive."""
+    """Close `resource` at exit (or call `at_exit`, last), newest first, and abandon it in forked children. `weakly`:
+    that does not keep it alive."""
     _watch_multiprocessing()
     _open[id(resource)] = (weakref.ref(resource) if weakly else lambda: resource, at_exit)
 
@@ -84,8 +84,10 @@ def forget(resource: Resource) -> None:
 
 
 def opened() -> Iterator[tuple[Resource, Callable[[], None]]]:
-    """What is open, newest first, each with what is to be called at exit."""
-    for find, at_exit in reversed(list(_open.values())):
+    """What is open, newest first, each with what is to be called at exit. What has something of its own to do then
+    comes last: it waits for others, which may be of this process, and older."""
+    newest_first = reversed(list(_open.values()))
+    for find, at_exit in sorted(newest_first, key=lambda each: each[1] is not None):
         resource = find()
         if resource is not None:
             yield resource, at_exit or resource.close

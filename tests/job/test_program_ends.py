@@ -172,8 +172,11 @@ def test_the_store_waits_at_exit_for_ranks_that_are_still_at_work() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_who_still_works_when_the_store_waits_no_longer_goes_on_with_another() -> None:
-    for done in run_program(STAY, 3, HETCOLL_LINGER="0"):
+@pytest.mark.parametrize(("dies", "linger"), [(False, "0"), (True, "1000")])
+def test_who_still_works_when_the_store_is_gone_goes_on_with_another(dies: bool, linger: str) -> None:
+    """Which does not wait at exit for communicators of its own process that nobody closed."""
+    text = "import os\nif comm.rank == 0: os._exit(0)" if dies else ""
+    for done in run_program(STAY.replace("{}", text), 3, HETCOLL_LINGER=linger):
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

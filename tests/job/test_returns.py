@@ -241,6 +241,19 @@ def test_a_store_that_finds_no_half_gives_up() -> None:
     assert groups.returns.alone == "1 processes found each other where 3 are more than half of the job"
 
 
+def test_who_was_on_a_host_that_fell_silent_is_lost_when_all_others_have_come() -> None:
+    """Only they might come later, and their host does not answer."""
+    groups = Groups(lambda: 0.0, succeeds=Claim(3, (), False, 15.0, 15.0, 4))
+    members = [Client(rank, 6) for rank in range(1, 5)]
+    for client in members:
+        assert not any(frame.op == Op.LOST for frame in members[0].inbox)
+        client.membership.formed = client.membership.joined = True
+        return_to(groups, client)
+    for client in members:
+        lost = [unpack(frame.body)[1:] for frame in client.inbox if frame.op == Op.LOST]
+        assert lost == [[U32.pack(rank), b"its host fell silent, as the one of the job's store did"] for rank in (0, 5)]
+
+
 @pytest.mark.parametrize("certain", [False, True], ids=["one before it lives", "it may have been passed over"])
 def test_a_store_serves_alone_where_nobody_else_may(certain: bool) -> None:
     """All others that might serve have come or are dead; a store that was served before this one may do so as well."""

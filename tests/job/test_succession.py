@@ -138,7 +138,7 @@ def meet_a_stranger(comm: hetcoll.Communicator) -> int:
     wait_until(lambda: len(known._order) == 3)
     first = comm.allgather(np.array([known._order[0] == known._mine]))
     if comm.rank == max(rank for rank in range(1, comm.size) if not first[rank, 0]):
-        serves, refused = succession._serves, succession._refused
+        serves, knock = succession._serves, succession._knock
 
         def wait_in_vain(unique_id: UniqueId, seconds: float) -> bool:
             if unique_id.addresses != lost:
@@ -147,7 +147,9 @@ def meet_a_stranger(comm: hetcoll.Communicator) -> int:
             return False
 
         succession._serves = wait_in_vain
-        succession._refused = lambda address, until: address not in lost and refused(address, until)
+        succession._knock = lambda address, until: (
+            succession._Found.SILENT if address in lost else knock(address, until)
+        )
     lose(comm, 0)
     rest = comm.shrink()
     works(rest)
@@ -307,22 +309,35 @@ def test_a_successor_that_listens_where_the_store_died_is_found(monkeypatch: pyt
         assert member.certain
 
 
-def test_who_is_beside_a_store_that_fell_silent_is_looked_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host has vanished, most likely, and with it the first of the list."""
-    lost = UniqueId((("10.0.0.1", 1),), bytes(16), bytes(32))
+@pytest.mark.parametrize("vanished", [True, False])
+def test_who_is_beside_a_store_whose_host_vanished_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch, vanished: bool
+) -> None:
+    """But where something there answers as yet, only the store may be stopped."""
+    lost = UniqueId((("10.0.0.1", 1), ("127.0.0.1", 1)), bytes(16), bytes(32))
     beside, elsewhere = (("10.0.0.1", 2), ("127.0.0.1", 2)), (("10.0.0.2", 2), ("127.0.0.1", 2))
     looked = list[tuple[tuple[str, int], ...]]()
 
-    def look(unique_id: UniqueId, *_: object) -> succession._Found:
-        looked.append(unique_id.addresses)
-        return succession._Found.SERVES if unique_id.addresses == elsewhere else succession._Found.SILENT
+    def serves(unique_id: UniqueId, seconds: float) -> bool:
+        looked.extend([unique_id.addresses] if unique_id.addresses not in looked else [])
+        return unique_id.addresses == elsewhere
 
-    monkeypatch.setattr(succession, "_look", look)
+    def connect(address: tuple[str, int], _: float) -> socket.socket:
+        if vanished and address[0] == "10.0.0.1":
+            raise TimeoutError("timed out")
+        if vanished:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return socket.socket()
+
+    for name in ("_REFUSES", "_STILL_GREETS", "_GREETS"):
+        monkeypatch.setattr(succession, name, 0.0)
+    monkeypatch.setattr(succession, "_serves", serves)
+    monkeypatch.setattr(socket, "create_connection", connect)
     member = succession.Succession(hosts=False)
     member._order = [beside, elsewhere]
     home = member.find(lost, StoreLost("connection timed out", False), lambda: False)
     assert home is not None
-    assert looked == [lost.addresses, elsewhere]
+    assert looked == [lost.addresses, *([] if vanished else [beside]), elsewhere]
 
 
 @pytest.mark.parametrize("sure", [True, False])

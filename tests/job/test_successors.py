@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from hetcoll.rendezvous.protocol.wire import U32, Op, Status, pack, unpack
 from hetcoll.rendezvous.store.successors import Successors
 
@@ -19,6 +21,11 @@ class Heard:
         self.told.append((op, body))
 
 
+def count(processes: int, elsewhere: int = 0) -> bytes:
+    """Of the first ones so many are on other hosts than the store."""
+    return U32.pack(processes) + U32.pack(elsewhere)
+
+
 def test_a_job_that_goes_on_knows_its_successors_though_a_newcomer_has_not_answered() -> None:
     later = list[Callable[[], None]]()
     successors = Successors(pack((b"charge",)), lambda _, action: later.append(action))
@@ -31,14 +38,14 @@ def test_a_job_that_goes_on_knows_its_successors_though_a_newcomer_has_not_answe
     successors.begin([host, rank])
     for member in (host, rank, newcomer):
         op, body = member.told[-1]
-        assert (op, unpack(body)) == (Op.SUCCESSORS, [U32.pack(1), b"where rank 1 listens"]), "of no group"
+        assert (op, unpack(body)) == (Op.SUCCESSORS, [count(1), b"where rank 1 listens"]), "of no group"
     successors.stand(newcomer, 0, b"", b"where it does")
     assert unpack(rank.told[-1][1])[1:] == [b"where rank 1 listens", b"where it does"]
     newcomer.ranks[b"larger"] = 2
     successors.add(newcomer)
     for action in later:
         action()
-    assert unpack(rank.told[-1][1])[0] == U32.pack(2), "or two parts of it might both be more than half of the old one"
+    assert unpack(rank.told[-1][1])[0] == count(2), "or two parts of it might both be more than half of the old one"
 
 
 def test_who_comes_to_a_store_late_is_counted() -> None:
@@ -50,17 +57,17 @@ def test_who_comes_to_a_store_late_is_counted() -> None:
         successors.take_back(member, member is host, b"where it listens", b"")
     successors.confirm()
     successors.release()
-    assert unpack(first.told[-1][1])[0] == U32.pack(1)
+    assert unpack(first.told[-1][1])[0] == count(1)
     successors.take_back(late, False, b"where it does", b"")
     successors.confirm()
     later.pop()()
-    assert unpack(first.told[-1][1])[0] == U32.pack(2)
+    assert unpack(first.told[-1][1])[0] == count(2)
 
 
 def test_all_go_by_one_list_until_nobody_is_left_who_could_go_by_the_old_one() -> None:
     """Else a successor that has yet to come here, and who is asked in its place, might both serve."""
     successors = Successors(pack((b"charge",)), lambda _, action: None)
-    old = pack((U32.pack(3), b"where rank 1 listens", b"where rank 2 does"))
+    old = pack((count(3), b"where rank 1 listens", b"where rank 2 does"))
     host, first = Heard("rank 1", world=1), Heard("rank 3", world=3)
     for member in (host, first):
         successors.take_back(member, member is host, b"", old)
@@ -69,25 +76,33 @@ def test_all_go_by_one_list_until_nobody_is_left_who_could_go_by_the_old_one() -
     successors.release()
     assert [op for op, _ in first.told[1:]] == [Op.STAND]
     successors.stand(first, 0, b"", b"where rank 3 does")
-    assert unpack(first.told[-1][1]) == [U32.pack(2), b"where rank 3 does"], "rank 2 may yet come"
+    assert unpack(first.told[-1][1]) == [count(2, 1), b"where rank 3 does"], "rank 2 may yet come"
 
 
-def test_a_host_that_dies_takes_no_more_than_one_successor_with_it_where_there_are_others() -> None:
-    hosts = dict(zip("01234567", ["", "", "", "", "", "b", "b", "c"], strict=True))
+@pytest.mark.parametrize(
+    ("hosts", "asked", "chosen"),
+    [(["", "", "", "", "", "b", "b", "c"], "12357", "157"), (["", "b", "b", "b", "c", ""], "12345", "514")],
+)
+def test_one_successor_is_on_the_host_of_the_store_and_others_elsewhere(
+    hosts: list[str], asked: str, chosen: str
+) -> None:
+    """A host that dies takes no more than one with it, and whoever is beside the store does not look in vain."""
     successors = Successors(pack((b"charge",)), lambda _, action: None)
-    successors.host_of = lambda member: hosts[member.name]
-    ranks = [Heard(name, world=int(name)) for name in hosts]
+    successors.host_of = lambda member: hosts[int(member.name)]
+    ranks = [Heard(str(rank), world=rank) for rank in range(len(hosts))]
     for rank in ranks:
         successors.add(rank, hosts=rank is ranks[0])
         if rank.told:
             successors.stand(rank, 0, b"", rank.name.encode())
-    assert [rank.name for rank in ranks if rank.told] == ["1", "2", "3", "5", "7"]
+    assert "".join(rank.name for rank in ranks if rank.told) == asked
     successors.begin(ranks)
-    assert unpack(ranks[6].told[-1][1])[1:] == [b"1", b"5", b"7"]
+    counts, *places = unpack(ranks[-1].told[-1][1])
+    assert counts == count(len(hosts) - 1, sum(map(bool, hosts)))
+    assert b"".join(places).decode() == chosen
 
 
 def test_who_missed_a_list_goes_to_the_same_successor_as_the_others() -> None:
-    old = pack((U32.pack(4), b"one", b"two", b"three"))
+    old = pack((count(4), b"one", b"two", b"three"))
     successors = Successors(pack((b"charge",)), lambda _, action: None)
     host, *others = (Heard(name, world=rank) for rank, name in enumerate(["one", "three", "two", "late"]))
     successors.take_back(host, True, b"", old)

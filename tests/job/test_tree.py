@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -330,6 +330,34 @@ def test_who_is_behind_a_relay_whose_host_vanished_is_missing_since_then(monkeyp
         first.die()
         until = wait_until(lambda: job.store._tree._missing.get(token))
         assert until - time.monotonic() <= 30.0 - sockets._VANISHED
+
+
+def test_who_is_behind_relays_hears_that_the_store_fell_silent_to_them(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And looks for it no longer than they did."""
+    time_to_return, looks, relays = uplink.time_to_return, defaultdict[str, list[float]](list), threading.Event()
+
+    def time_to_look(error: Exception) -> float:
+        seconds = time_to_return(error)
+        looks[threading.current_thread().name].append(seconds)
+        return seconds
+
+    def come(*_: object, **__: object) -> None:
+        relays.set()
+        raise InitError("it does not answer")
+
+    behind = sum(each.client._uplink.behind for each in job.ranks)
+    monkeypatch.setattr(uplink, "time_to_return", time_to_look)
+    monkeypatch.setattr(Relay, "_come", come)
+    monkeypatch.setattr(relay, "until_vanished", lambda _: 0.0)
+    wait_until(lambda: len(looks["hetcoll-control"]) >= behind)
+    assert behind > 0
+    assert relays.is_set()
+    assert set(looks["hetcoll-control"][:behind]) == {uplink._LAST_TRY}
+    assert set(looks["hetcoll-relay"]) == {uplink._LAST_TRY}
+    for each in job.ranks:
+        each.die()
 
 
 @pytest.mark.parametrize("orderly", [True, False])

@@ -85,7 +85,8 @@ def draw(seed: int, only: str = "") -> Job:
     few = 0
     if rng.random() < 0.2:
         few, size = 3, rng.randint(5, 9)
-    spread = rng.choice([1, 2, size, size])
+    few_hosts = 3 if kind == "vanish" and size > 4 else size  # more than half may outlive one of more than one
+    spread = rng.choice([1, 2, few_hosts, size])
     hosts = tuple(rank % spread for rank in range(size))
     weather = Weather(
         rng.choice([2e-5, 5e-4, 2e-2]), rng.choice([0.0, 0.0, 0.02]), room=rng.choice([1 << 13, 1 << 18, 1 << 18])

@@ -19,6 +19,7 @@ from typing import Any
 from .kernel import Kernel, Process, Queue
 
 _DEAD_AFTER = 30.0, 36.0  # seconds: TCP_USER_TIMEOUT, and up to a probe more
+_KEEP_ALIVE = 5.0  # seconds: TCP_KEEPIDLE, in which both ends of a connection hear of each other
 _UNREACHABLE = 3.0  # seconds until a system says that a neighbour does not answer
 _GIVEN_UP = 130.0  # seconds that it tries to connect, where nobody says even that
 _PROBED = 5.0  # seconds in which a system sees that the other end of a silent connection is none any more
@@ -129,6 +130,7 @@ class File:
         self._due = 0.0  # when what was sent last comes
         self._held: list[tuple[str, bytes]] = []  # while the network is cut
         self._apart: float | None = None  # since when it is
+        self._quiet = 0.0  # seconds before that in which nothing came
         self._again = 0  # packets under way that were held
         self._behind: list[tuple[str, bytes]] = []  # what has to wait for these
 
@@ -323,9 +325,10 @@ class File:
         self.changed()
 
     def tcp_info(self) -> bytes:
-        silent = 0.0 if self._apart is None else self.kernel.now - self._apart + 2.0
+        """With the milliseconds since data and since an acknowledgement came."""
+        silent = 0.0 if self._apart is None else self.kernel.now - self._apart + self._quiet
         fields = [0] * 32
-        fields[20] = int(silent * 1000)
+        fields[19] = fields[20] = int(silent * 1000)
         return _TCP_INFO.pack(*fields)
 
     # Packets.
@@ -382,7 +385,8 @@ class File:
             return
         began = self._apart = self.kernel.now
         low, high = _DEAD_AFTER
-        seconds = low + (high - low) * self.kernel.random.random()
+        late = self.kernel.random.random()
+        seconds, self._quiet = low + (high - low) * late, _KEEP_ALIVE * (1 - late)
         if self.kept_alive:
             self.kernel.after(seconds, lambda: self._fail(errno.ETIMEDOUT) if self._apart == began else None)
 

@@ -35,6 +35,7 @@ _STARTS = 60.0  # seconds in which rank 0 is found
 _PORT = 29500
 _STAYS = 200.0  # seconds
 _CLOSING = 40.0  # in which what looks for a store, or waits for an answer, sees that nobody needs it any more
+_LOOKS = 0.5
 
 
 @dataclass
@@ -123,9 +124,9 @@ class Rank:
         World.kernel.tell(here, f"ends: {self.history.ends[self.name]}")
         self.history.ended[self.name] = World.kernel.seconds
         self.links.close(self.name)
-        until = World.kernel.now + _CLOSING
-        while (here.files or len(here.tasks) > 1) and World.kernel.now < until:
-            threads.sleep(0.5)
+        for _ in range(int(_CLOSING / _LOOKS)):  # so many seconds in which it is not stopped
+            if here.files or len(here.tasks) > 1:
+                threads.sleep(_LOOKS)
         if here.files or len(here.tasks) > 1:
             files = [f"{number}: {file.state}" for number, file in here.files.items()]
             self.history.left_open[self.name] = f"{files} {[task.name for task in here.tasks if task is not here.main]}"

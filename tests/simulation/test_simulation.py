@@ -26,6 +26,7 @@ FOUND = {
             20412898,
         ),  # the last answer was under way: who has it, and who has not, is right
         20182893,  # nobody that might serve was in the larger part
+        21070503,  # all who had the last answer had lost their store when the network was whole again
     ),
     "kill": (
         86,  # a relay looked for a store that was gone, closed or not
@@ -37,6 +38,7 @@ FOUND = {
         20179109,  # rank 0 died with all who had the last answer
         20217215,  # one asked what the dead had told, or those who had yet to come, and the others waited for it
         *(20112756, 20351606),  # the next one listened where the store had, died too, and one rank looked no further
+        21226204,  # one waited in a group for another, which had left it, and had told that to nobody but a dead store
     ),
     "reset": (1000452,),  # a second welcome took the place of an answer
     "stop": (
@@ -52,6 +54,7 @@ FOUND = {
         3005734,  # who closed while it went to another store said goodbye to the lost one, and stayed
         20285787,  # a relay whose way up was lost for good had yet to tell of a child that it lost, and left all open
         1005751,  # who was left behind asked again, and was told who goes on as if it were one of them
+        21095752,  # one was stopped while it ended, and had no time to close what it had open when it woke
     ),
     "vanish": (663, 728),  # a successor passed by one that was about to notice
 }

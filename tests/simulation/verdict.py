@@ -93,9 +93,10 @@ def _one_after_another(
 
 def _nobody_could_tell(job: Job, history: History, key: tuple[Any, ...], name: str, gone: Mapping[str, float]) -> bool:
     """Whether an answer was under way when the store died, and with it or before it all who had it; or when the network
-    was cut, and all who had it are on the other side. Then this rank cannot know that there was one: it has nobody to
-    ask, and sees what it would see if the store had died just before. Nor can the others know that it did not come:
-    whatever they sent to make sure would be the last word in its turn, and may be lost."""
+    was cut, and all who had it are on the other side, and had no store any more when it was whole again, if it was by
+    then. Then this rank cannot know that there was one: it has nobody to ask, and sees what it would see if the store
+    had died just before. Nor can the others know that it did not come: whatever they sent to make sure would be the
+    last word in its turn, and may be lost."""
     times = {each: history.times[key, each] for each in history.answers[key]}
     first, failed = min(times.values()), history.times[key, name]
     for death in _deaths_of_stores(history, name, gone):
@@ -104,7 +105,8 @@ def _nobody_could_tell(job: Job, history: History, key: tuple[Any, ...], name: s
     for began, _, side in history.cuts:
         mended = min(until for _, until, _ in history.cuts if until > began)  # which ends all cuts
         apart = all((_machine(job, each) in side) != (_machine(job, name) in side) for each in times)
-        if apart and began - _UNDER_WAY < first and failed < mended:
+        parted = failed < mended or all(_over(history, each, gone) < mended for each in times)
+        if apart and began - _UNDER_WAY < first and parted:
             return True
     return False
 

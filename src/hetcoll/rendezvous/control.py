@@ -62,7 +62,7 @@ class ControlClient:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._groups: dict[bytes, Membership] = {}
-        self._left: list[Membership] = []  # the last that went on as others, which a rank may not have heard
+        self._left: list[Membership] = []  # the last whose group is over, which a rank may not have heard
         self._given_up: dict[bytes, str] = {}  # of `while_wanted` groups: why requests are of no more use, if they are
         self._lock = threading.Lock()  # of the tables and _end
         self._end: StoreLost | None = None
@@ -125,7 +125,7 @@ class ControlClient:
         self._call(Op.LEAVE, (group, words), timeout, group)
         with self._lock:
             membership = self._groups.pop(group, None)
-            if membership is not None and membership.continued:
+            if membership is not None and membership.over:
                 membership.leave()
                 self._left = [*self._left[1 - _LEFT :], membership]
 

@@ -124,8 +124,10 @@ class Membership:
             return None
 
     @property
-    def continued(self) -> bool:
-        """Whether its ranks, or those that are left of them, have gone on in another group."""
+    def over(self) -> bool:
+        """Whether its ranks have gone on in another group, or never will all meet in it again, as one has died."""
+        if any(self.gone.values()):
+            return True
         return any(each.status == Status.OK for op in (Op.SHRINK, Op.GROW) for each in self.answered.get(op, ()))
 
     def leave(self) -> None:

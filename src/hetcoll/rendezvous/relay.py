@@ -3,7 +3,8 @@
 It keeps no state of the job, only connections: up to the store or another relay, and down to its children, which are
 members and relays. When its own way up changes, it tells its children (RESYNC), which find out what was lost, and the
 store which children it has. Each child, and the store, hears of it now and then (BEAT), so that a relay whose process
-is stopped is left.
+is stopped is left. Where the store's host fell silent it tells its children so (GONE), which then look for the store as
+long as who was connected to it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from . import uplink
 from .connections.acceptor import Acceptor, choose_wait
 from .connections.auth import Service
 from .connections.members import ENDED, Connection, Watch
-from .connections.sockets import BACKLOG, broke, receive, spell_error, until_vanished, vanished
+from .connections.sockets import BACKLOG, SILENT, broke, receive, spell_error, until_vanished, vanished
 from .protocol.routes import Entry, extend_up, pack_down, pack_up, unpack_down
 from .protocol.unique_id import UniqueId
 from .protocol.wire import U32, Frame, FrameReader, Op, Status
@@ -53,7 +54,7 @@ class Relay:
         self._up: Connection | None = None
         self._behind = False
         self._heard = self._beaten = 0.0
-        self._closing = self._retired = False
+        self._closing = self._retired = self._silent = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
@@ -110,6 +111,8 @@ class Relay:
 
     def _end(self) -> None:
         lifetime.forget(self)
+        for child in self._children.values() if self._silent else ():
+            child.send(Op.GONE, b"")
         deadline = time.monotonic() + _FAREWELL
         with contextlib.suppress(OSError, HetcollError):
             while any(each.queue for each in self._children.values()) and time.monotonic() < deadline:
@@ -151,7 +154,9 @@ class Relay:
         self._dirty.discard(self._up)
         self._up = None  # it may stay so: then the relay ends, and says no more to the store
         log.info("a relay's way up is lost: %s", spell_error(error))
+        self._silent = getattr(error, "errno", None) in SILENT
         self._come(uplink.time_to_return(error), again=True)
+        self._silent = False
         self._resync()
 
     def _resync(self) -> None:
@@ -262,6 +267,9 @@ class Relay:
                 self._pass_down(frame)
             elif frame.op == Op.RESYNC:
                 self._resync()
+            elif frame.op == Op.GONE:
+                self._come_again(vanished())
+                return
             elif frame.op == Op.CLOSING:
                 self._closing = True
 

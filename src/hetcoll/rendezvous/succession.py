@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import errno
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from ..errors import HetcollError, InitError
 from .connections.announcing import announce, listens_locally
 from .connections.interfaces import own_hosts
 from .connections.probe import connect_store
-from .connections.sockets import bind_all, is_itself, spell_address, spell_error
+from .connections.sockets import SILENT, bind_all, is_itself, spell_address, spell_error, spells_loopback
 from .protocol.exchanges import FEW
 from .protocol.news import StoreLost
 from .protocol.unique_id import UniqueId
@@ -40,7 +41,7 @@ class Succession:
     """Who takes the store's place, as it told last; and this process's own listeners, where it is one of them."""
 
     def __init__(self, *, hosts: bool) -> None:
-        self._count = 0
+        self._count = self._elsewhere = 0
         self._order: list[Places] = []
         self.told = b""
         """The last SUCCESSORS that says something."""
@@ -79,12 +80,12 @@ class Succession:
         return self.places
 
     def hear(self, body: bytes) -> None:
-        """What the store tells all members: how many of the job's processes it is not in, and where its successors
-        listen; nothing: as before."""
+        """What the store tells all members: SUCCESSORS."""
         self._certain = True
         if body:
-            self.told, (count, *places) = body, unpack(body)
-            (self._count,), self._order = U32.unpack(count), [read_places(each) for each in places]
+            self.told, (counts, *places) = body, unpack(body)
+            (self._count,), (self._elsewhere,) = U32.iter_unpack(counts)
+            self._order = [read_places(each) for each in places]
 
     def find(self, lost: UniqueId, end: StoreLost, stopped: Callable[[], bool]) -> UniqueId | None:
         """Where the job's store is from now on; None where there is none, or once it is `stopped`.
@@ -93,6 +94,7 @@ class Succession:
         connection was lost, and what serves there has gone on without this process, as it will say."""
         if not self._order:
             return None
+        order, most = self._order, math.inf
         local, self._local = self._local, b""  # of this store: another one may be where it was
         if not end.orderly:
             self._certain = self._certain and end.sure  # also where it serves as yet: it may end before we are there
@@ -100,18 +102,18 @@ class Succession:
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
-            if found is _Found.SILENT:  # and its host most likely: who is there, too, comes last
-                there = {host for host, _ in lost.addresses}
-                self._order.sort(key=lambda places: there <= {host for host, _ in places})
+            if found is _Found.UNREACHABLE:  # with all that is on its host
+                there, most = {host for host, _ in lost.addresses}, self._elsewhere
+                order = [places for places in order if not there <= {host for host, _ in places}]
         gone = end.orderly or self._certain  # the lost store's own process, which else may come, too
         patient = not self._certain
         while not stopped():
             silent = False
-            for number, places in enumerate(self._order):
+            for number, places in enumerate(order):
                 if places == self._mine:
                     if silent and patient:  # where the store fell silent some notice it later than others
                         break
-                    return self._serving(lost, number) or self._take_over(lost, number, gone)
+                    return self._serving(lost, order[number + 1 :]) or self._take_over(lost, gone, most)
                 home = replace(lost, addresses=places)
                 found = _look(home, _GREETS)
                 if found is _Found.SERVES:
@@ -122,15 +124,14 @@ class Succession:
             patient = False
         return None
 
-    def _serving(self, lost: UniqueId, number: int) -> UniqueId | None:
+    def _serving(self, lost: UniqueId, later: list[Places]) -> UniqueId | None:
         """One that comes after this one and waits for more than half already: those behind relays notice it late."""
-        later = () if self._certain else self._order[number + 1 :]
-        there = (replace(lost, addresses=places) for places in later)
+        there = (replace(lost, addresses=places) for places in (() if self._certain else later))
         return next((each for each in there if _serves(each, _STILL_GREETS)), None)
 
-    def _take_over(self, lost: UniqueId, number: int, gone: bool) -> UniqueId:
-        """Serve the job, also where it was served before if that is here: newcomers look there. This process is the
-        successor of this number; `gone`: the lost store's process does not come to it."""
+    def _take_over(self, lost: UniqueId, gone: bool, most: float) -> UniqueId:
+        """Serve the job, also where it was served before if that is here: newcomers look there. `gone`: the lost
+        store's process does not come to it; nor do more than `most`."""
         from .store.returns import Claim  # few processes need them, and imports count
         from .store.server import StoreServer
 
@@ -144,10 +145,11 @@ class Succession:
                 log.info("newcomers will not find the store at %s: %s", spell_address(address), error)
         context, (opened, tls), linger = self._charge
         listeners += announce(lost.job_id)
-        rivals = tuple(self._order[number + 1 :] if self._certain else (each for each in self._order if each != mine))
+        passed_over = self._order[: self._order.index(mine)] if self._certain else []  # which are dead
+        rivals = tuple(each for each in self._order if each != mine and each not in passed_over)
         quorum = (self._count + (not gone)) // 2 + 1
         seconds = _UNSURE_GRACE + (_BEHIND_RELAYS if self._count >= FEW else 0.0)
-        claim = Claim(quorum, rivals, self._certain, seconds, GRACE if self._certain else _UNSURE_GRACE)
+        claim = Claim(quorum, rivals, self._certain, seconds, GRACE if self._certain else _UNSURE_GRACE, most)
         log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
         StoreServer(
             listeners,
@@ -174,6 +176,8 @@ class _Found(enum.Enum):
     DEAD = enum.auto()
     """Nobody listens at any of the addresses any more, as far as their host says so."""
     SILENT = enum.auto()
+    UNREACHABLE = enum.auto()
+    """Nothing at all comes from its host."""
 
 
 def _look(unique_id: UniqueId, seconds: float, local: bytes = b"") -> _Found:
@@ -188,18 +192,21 @@ def _look(unique_id: UniqueId, seconds: float, local: bytes = b"") -> _Found:
     kernel keeps this one as long as any process has it open, stopped or not. If somebody else took the name, which has
     the job's id in it, the store would only count as alive.
     """
-    until = 0.0
+    until, heard = 0.0, False
     while True:
         if _serves(unique_id, seconds):
             return _Found.SERVES
         until = until or time.monotonic() + _REFUSES
         if local and listens_locally(local) is False:
             return _Found.DEAD
-        if all(_refused(address, until) for address in unique_id.addresses):
+        answers = {host: _knock((host, port), until) for host, port in unique_id.addresses}
+        if all(each is _Found.DEAD for each in answers.values()):
             return _Found.DEAD
+        far = {host: each for host, each in answers.items() if not spells_loopback(host)}  # that is this host's own
+        heard = heard or not far or any(each is not _Found.UNREACHABLE for each in far.values())
         seconds = until - time.monotonic()
         if seconds <= 0:
-            return _Found.SILENT
+            return _Found.SILENT if heard else _Found.UNREACHABLE
         time.sleep(0.01)
 
 
@@ -214,10 +221,14 @@ def _serves(unique_id: UniqueId, seconds: float) -> bool:
     return True
 
 
-def _refused(address: tuple[str, int], until: float) -> bool:
+def _knock(address: tuple[str, int], until: float) -> _Found:
+    """What its host says of who listens there."""
     try:
         with socket.create_connection(address, max(0.01, until - time.monotonic())) as sock:
-            return is_itself(sock)
+            return _Found.DEAD if is_itself(sock) else _Found.SILENT
     except OSError as error:
         log.debug("%s: %s", spell_address(address), spell_error(error))
-        return error.errno == errno.ECONNREFUSED
+        if error.errno == errno.ECONNREFUSED:
+            return _Found.DEAD
+        silent = isinstance(error, TimeoutError) or error.errno in SILENT
+        return _Found.UNREACHABLE if silent else _Found.SILENT

@@ -378,6 +378,8 @@ class Uplink:
                 continue
             if frame.op == Op.CUT:
                 self._over = True
+            elif frame.op == Op.GONE:
+                raise sockets.vanished()
             elif frame.op == Op.RESYNC:
                 self._tell(Op.SYNC)
             elif frame.op == Op.SYNCED:

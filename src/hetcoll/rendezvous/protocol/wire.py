@@ -46,7 +46,8 @@ class Op(IntEnum):
     ENTER = 12  # the first frame: see `uplink.Entry` -> WELCOME or GO
     ACK = 13  # how many frames have come, u64; both ways
     SYNC = 14  # the same, after the way has changed -> SYNCED
-    GONE = 15  # of a relay: its child is gone, and why (AGAIN: its connection broke); to a relay: it goes elsewhere
+    GONE = 15  # of a relay: its child is gone, and why (AGAIN: its connection broke); to a relay: it goes elsewhere;
+    # from a relay: it ends, since the store's host fell silent
     UP = 16  # of a relay: see `routes`
     AGREE = 17  # group, number, flag i64, seconds -> the bits that the flags of all have who are alive
     GROW = 18  # group, number, how many newcomers, what they are told, seconds -> the new group, rank, size, that
@@ -74,8 +75,8 @@ class Op(IntEnum):
     BEAT = 78  # from a relay, now and then, both ways: it is there
     STAND = 79  # this process is to be a successor: the context of its greeting, 1 where it hands out the unique id,
     # seconds to wait at exit
-    SUCCESSORS = 80  # how many of the job's processes the store is not in, where each successor listens; nothing: as
-    # before
+    SUCCESSORS = 80  # how many of the job's processes the store is not in, and how many of these are not on its host
+    # either, u32 each; where each successor listens; nothing: as before
 
 
 class Status(IntEnum):

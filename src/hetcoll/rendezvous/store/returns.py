@@ -34,13 +34,15 @@ class Claim(NamedTuple):
     """On what a store takes the place of another: it serves once `quorum` processes have come, which are more than half
     of the job; or, where it is `certain` that no store before it lives, once each of its `rivals` has come or is dead,
     who could serve if this one was passed over. These are the places where they listen. It has so many `seconds` for
-    that, and ranks then have `grace` to come."""
+    that, and ranks then have `grace` to come; but once `most` processes have come, nobody else does: the others were
+    on the host of the lost store, where nothing answers."""
 
     quorum: int
     rivals: tuple[Places, ...]
     certain: bool
     seconds: float
     grace: float
+    most: float = math.inf
 
 
 class Find(Protocol):
@@ -92,7 +94,7 @@ class Returns:
         self._held: list[Waiting] = []  # until it is sure
         self._timers: list[tuple[float, Callable[[], None]]] = []  # which begin then
         self._settling: dict[bytes, list[Waiting]] = {}  # by group: until all of its ranks are here, or are missed
-        self._awaited: set[bytes] = set()  # groups of which ranks may come that the others have left
+        self._awaited: dict[bytes, Group] = {}  # of which ranks may come that the others have left
         self.alone = ""
         """Why this store gives up, if it does."""
         if claim is not None:
@@ -138,6 +140,10 @@ class Returns:
         for seconds, action in timers:
             self._after(F64.pack(seconds), action)
         self._serve(held)
+        if len(self._came) >= self._claim.most:
+            self._know(math.inf)
+            for group in list(self._awaited.values()):
+                self._miss(group, "its host fell silent, as the one of the job's store did")
 
     def _forget_rivals(self) -> None:
         for listens in self._rivals.values():
@@ -202,7 +208,7 @@ class Returns:
         return self._claim.grace if size <= FEW else max(self._claim.grace, ABSENCE)
 
     def _know(self, most: float) -> None:
-        self._complete = most
+        self._complete = max(self._complete, most)
 
     def _serve(self, held: list[Waiting]) -> None:
         for member, frame in held:
@@ -228,9 +234,10 @@ class Returns:
         if not group.resumed:
             group.resumed = True
             self._settling[past.name] = []
-            self._awaited.add(past.name)
+            self._awaited[past.name] = group
             seconds = self._patience(group.size)
-            self._later(seconds, lambda: self._miss(group, seconds))
+            why = f"it did not come to the job's new store within {seconds:.3g} s"
+            self._later(seconds, lambda: self._miss(group, why))
         present = group.members.get(past.rank)
         if group.gone.get(past.rank) or group.size != past.size or not isinstance(present, Absent | None):
             self._leave_behind(member, past.name, past.rank)
@@ -291,12 +298,12 @@ class Returns:
             group.late = set(group.members) - set(went_on)
             tell_left_behind(group, group.late)
 
-    def _miss(self, group: Group, seconds: float) -> None:
+    def _miss(self, group: Group, why: str) -> None:
         """Who has not come by now does not."""
-        self._awaited.discard(group.name)
+        self._awaited.pop(group.name, None)
         for other in list(group.members.values()):
             if isinstance(other, Absent):
-                self._part(other, group.name, f"it did not come to the job's new store within {seconds:.3g} s")
+                self._part(other, group.name, why)
         self._settle(group, now=True)
         if not group.members:
             self._begin_anew(group.name)

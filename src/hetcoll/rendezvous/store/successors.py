@@ -79,7 +79,7 @@ class Successors:
         self._fixed = self._fixed or not self._begun
         self.told = self.told or told
         if told:
-            self._least = max(self._least, U32.unpack(unpack(told)[0])[0] - 1)
+            self._least = max(self._least, U32.unpack_from(unpack(told)[0])[0] - 1)
         self._unsure.append(member)
         if places:
             self._places[member] = places
@@ -176,23 +176,24 @@ class Successors:
             self._after(F64.pack(_GATHER), self._tell)  # one may be stopped
 
     def _ask(self, members: Iterable[Member]) -> None:
-        """Have some of these listen, until there are enough, and of enough hosts."""
-        hosts = {"", *map(self.host_of, self._places)}
+        """Have some of these listen, until there are enough, and of enough hosts besides the store's own."""
+        hosts = {*map(self.host_of, self._places)}
         for member in members:
-            enough = len(self._places) >= MOST
-            if enough and len(hosts) > MOST:
-                break
-            if self._members[member] or member in self._places or (enough and self.host_of(member) in hosts):
+            host = self.host_of(member)
+            enough = host in hosts or (host and len(hosts - {""}) >= MOST)
+            if self._members[member] or member in self._places or (enough and len(self._places) >= MOST):
                 continue
-            hosts.add(self.host_of(member))
+            hosts.add(host)
             self._places[member] = b""
             member.send(Op.STAND, self._charge)
 
     def _tell(self) -> None:
         self._due = False
-        count = max(len([each for each in self._ranks if not self._members[each]]) + self._silent, self._least)
+        others = [each for each in self._ranks if not self._members[each]]
+        count = max(len(others) + self._silent, self._least)
+        elsewhere = count - sum(not self.host_of(each) for each in others)
         places = unpack(self.told)[1:] if self._fixed else self._choose()
-        self.told = pack((U32.pack(count), *places))
+        self.told = pack((U32.pack(count) + U32.pack(elsewhere), *places))
         for member in self._members:
             member.send(Op.SUCCESSORS, self.told)
 

@@ -121,8 +121,10 @@ class Tree:
         self._recruit_at = self._looked = 0.0
 
     def _host_of(self, member: Member) -> str:
-        places = member.entry.addresses if isinstance(member, Node) else ()
-        return "" if not places or places[0][0] in self._here else places[0][0]
+        if not isinstance(member, Node) or member.entry.hosts:
+            return ""
+        host = member.entry.addresses[0][0] if member.entry.addresses else "unknown"
+        return "" if host in self._here else host
 
     @property
     def keeps(self) -> bool:
