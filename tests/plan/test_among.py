@@ -22,8 +22,9 @@ from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find
 from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.islands import ISLANDS
+from hetcoll.plan.flat import LAG
 from hetcoll.plan.ir import Op, Plan
-from hetcoll.plan.order import LAG, Frame, Ordered, ordered
+from hetcoll.plan.order import Frame, Ordered, ordered
 from hetcoll.plan.pieces import SLOTS, Cut, Lengths
 from hetcoll.plan.pipeline import pipelined, ramp
 from hetcoll.plan.simulator import check, serialisable
@@ -159,10 +160,10 @@ def any_order(sizes: list[int]) -> st.SearchStrategy[Hosts]:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_each_rank_has_its_row_of_an_order_of_all_from_its_own_plan(data: st.DataObject) -> None:
     """With what `GpuPlans` knows, compared to the plans of all ranks: pieces, what waits for what, who meets whom."""
-    islands = data.draw(shapes())
+    islands = data.draw(st.one_of(st.sampled_from([((1,), (0,)), ((2,), (0,), (1,))]), shapes()))
     n, m = sum(map(len, islands)), len(islands)
     flat = [among(e) for e in (*FLAT, Algorithm("star", Collective.ALLREDUCE, star)) if e.supports(m)]
     entry = data.draw(st.sampled_from([*flat, *ISLANDS.values()]))

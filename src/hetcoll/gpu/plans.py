@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 import hetcoll._native as _native
 
 from ..calls import Call
+from ..plan.flat import LAG
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
-from ..plan.order import LAG, Frame, Ordered, ordered
+from ..plan.order import Frame, Ordered, ordered
 from ..plan.pieces import GRAIN, SLOTS, cut, message_pieces
 from ..plan.pipeline import ramp
 from ..runtime.planner import Kept, Planner

@@ -42,8 +42,7 @@ kernels of lower levels.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
@@ -54,18 +53,14 @@ from numpy.typing import NDArray
 from ..types import ROOTED, WHOLE, Collective
 from .algorithms.base import Algorithm
 from .costs import Groups, Hosts
+from .flat import LAG, PACE, Flat, Numbers, receives
 from .ir import Buf, Op, Plan
-from .pieces import SLOTS, Cut, Lengths
-from .pipeline import Pieces, in_pieces, longest_message, share_units
-from .simulator import RECEIVES
+from .pieces import Cut, Lengths
+from .pipeline import Pieces, in_pieces, share_units
 from .simulator.node import wrong
 from .steps import Columns, Ints
-from .symmetry import Symmetry, everyone
 
-LAG = SLOTS
-"""Levels from what a rank does for another one to what that does then."""
-PACE = 2
-"""Levels from one message of a lane to the next."""
+_LOCAL = Op.LOCAL  # members are slow to look up
 
 
 class Ordered(NamedTuple):
@@ -74,152 +69,6 @@ class Ordered(NamedTuple):
     plan: Plan
     order: tuple[int, ...]
     levels: tuple[int, ...]
-
-
-class Numbers(NamedTuple):
-    """Of how many messages a step of a flat plan consists, for each share that it touches: `pieces`, for each of
-    `atoms`, cut into `parts`."""
-
-    pieces: int
-    atoms: int
-    parts: int
-
-    @property
-    def each(self) -> int:
-        """Of one piece."""
-        return self.atoms * self.parts
-
-
-class Flat:
-    """The plans of as many ranks as there are islands, or of one that stands for all, and what each step waits for.
-
-    Raises
-    ------
-    PlanError
-        Not all messages are received.
-    """
-
-    def __init__(self, plans: Sequence[Plan], symmetry: Symmetry) -> None:
-        columns = [plan.columns for plan in plans]
-        spans = [(each.src, each.dst) for each in columns]
-        self.plans, self.longest = plans, longest_message(plans)
-        self._begins = np.cumsum([0, *map(len, columns)])
-        self._plan = np.repeat(np.arange(len(plans)), np.diff(self._begins))  # whose each step is
-        self._op, self._lane, self._peer, self._channel, _ = np.concatenate([each.fields for each in columns], axis=1)
-        self._src, self._dst = (np.concatenate(each, axis=1) for each in zip(*spans, strict=True))
-        self._touched = self._shares()
-        steps, lanes = np.arange(len(self._plan)), np.lexsort((self._lane, self._plan))
-        same = (np.diff(self._lane[lanes]) == 0) & (np.diff(self._plan[lanes]) == 0)
-        self._lanes = np.stack([lanes[:-1][same], lanes[1:][same]])
-        deps = [each.deps + begin for each, begin in zip(columns, self._begins, strict=False)]
-        ends = np.concatenate([np.diff(each.ends) for each in columns])
-        self._deps = np.stack([np.concatenate(deps), np.repeat(steps, ends)])
-        sent, received = self._messages(symmetry)
-        self._node, self._after = steps.copy(), np.zeros_like(steps)  # a message is one node
-        self._node[received], self._after[received] = sent, LAG
-
-    def _shares(self) -> Ints:
-        """How many shares each step touches."""
-        share, found = share_units(self.plans[0]), np.ones(len(self._plan), np.int64)
-        if self.plans[0].collective not in WHOLE:
-            for buf, start, count in (self._src, self._dst):
-                touched = np.where(buf >= 0, (start + count - 1) // share - start // share + 1, 1)
-                found = np.maximum(found, touched.astype(np.int64))
-        return found
-
-    def _messages(self, symmetry: Symmetry) -> tuple[Ints, Ints]:
-        """The sends, and the receive of each."""
-        ranks = np.array([plan.rank for plan in self.plans])[self._plan]
-        sends, recvs = np.flatnonzero(self._op == Op.SEND), np.flatnonzero(np.isin(self._op, RECEIVES))
-        table, (row, column) = symmetry.table, symmetry.index
-        to, strides = row[self._peer[sends]], column[self._peer[sends]]
-        source = table[row[ranks[sends]], (column[ranks[sends]] - strides) % symmetry.times]  # as the receiver sees it
-        ends = []
-        for steps, a, b in ((sends, source, table[to, 0]), (recvs, self._peer[recvs], ranks[recvs])):
-            fifo = (a * (table.max() + 1) + b) * (1 + self._channel.max(initial=0)) + self._channel[steps]
-            order = np.argsort(fifo, kind="stable")
-            ends.append((fifo[order], steps[order]))
-        (fifos, sent), (others, received) = ends
-        if not np.array_equal(fifos, others):
-            raise wrong(self.plans[0], None, "not every message is received: `simulator.check` says which are not")
-        return sent, received
-
-    def shares_of(self, plan: int) -> Ints:
-        """How many shares each step of a plan touches."""
-        found: Ints = self._touched[self._begins[plan] : self._begins[plan + 1]]
-        return found
-
-    def starts(self, numbers: Numbers, plan: int) -> Ints:
-        """Of the steps of one of the plans.
-
-        Raises
-        ------
-        PlanError
-            There are none, so that ranks might wait for each other.
-        """
-        edges, weights = self._edges(numbers)
-        order, level = self._sorted(edges, weights), [1] * len(self._plan)
-        self._settle(order, edges, weights, level)
-        mine = slice(self._begins[plan], self._begins[plan + 1])
-        starts: Ints = np.array(level, np.int64)[self._node[mine]] + self._after[mine]
-        return starts
-
-    def _edges(self, numbers: Numbers) -> tuple[Ints, Ints]:
-        """Which node starts after which, by how much at least."""
-        (a, b), message = self._deps, self._peer >= 0
-        units = np.where(self._src[0] < 0, self._dst[2], self._src[2])
-        behind = (numbers.pieces - 1) * np.maximum(self._touched[a] - self._touched[b], 0) + self._touched[a] - 1
-        alike = ~message[a] | (message[b] & (units[a] == units[b]))  # or the last part is what it waits for
-        deps = 1 + PACE * (behind * numbers.each + np.where(alike, 0, numbers.parts - 1))
-        lanes = PACE * numbers.pieces * numbers.each * self._touched[self._lanes[0]]
-        edges = np.concatenate([self._lanes, self._deps], axis=1)
-        weights = np.concatenate([lanes, deps]) + self._after[edges[0]] - self._after[edges[1]]
-        return self._node[edges], weights
-
-    def _sorted(self, edges: Ints, weights: Ints) -> list[int]:
-        """The nodes, each after those that it starts after."""
-        (earlier, later), missing = edges[:, weights > 0], [0] * len(self._plan)
-        by = np.argsort(earlier, kind="stable")
-        at, laters = np.searchsorted(earlier[by], np.arange(len(missing) + 1)).tolist(), later[by].tolist()
-        for node in laters:
-            missing[node] += 1
-        ready = deque(node for node, count in enumerate(missing) if not count)
-        order = []
-        while ready:
-            node = ready.popleft()
-            order.append(node)
-            for other in laters[at[node] : at[node + 1]]:
-                missing[other] -= 1
-                if not missing[other]:
-                    ready.append(other)
-        if len(order) < len(missing):
-            raise self._deadlock(next(node for node, count in enumerate(missing) if count))
-        return order
-
-    def _settle(self, order: list[int], edges: Ints, weights: Ints, level: list[int]) -> None:
-        """Raise levels until each edge has its weight. In this order of nodes nothing is left to do after one turn,
-        but for edges back, where a rank sends before it receives what it needed no less."""
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        by = np.argsort(place[edges[0]], kind="stable")
-        rows = list(zip(*edges[:, by].tolist(), weights[by].tolist(), strict=True))
-        back = int((place[edges[0]] >= place[edges[1]]).sum())
-        raised: int | None = 0
-        for _ in range(back + 2):
-            raised = None
-            for earlier, later, weight in rows:
-                if level[earlier] + weight > level[later]:
-                    level[later] = level[earlier] + weight
-                    raised = later if place[earlier] >= place[later] else raised
-            if raised is None:
-                return
-        assert raised is not None
-        raise self._deadlock(raised)
-
-    def _deadlock(self, node: int) -> Exception:
-        plan = int(self._plan[node])
-        problem = f"deadlock with {SLOTS} slots of one message each"
-        return wrong(self.plans[plan], node - int(self._begins[plan]), problem)
 
 
 class Frame:
@@ -243,10 +92,13 @@ class Frame:
         if self._made and own.collective is Collective.ALLTOALL:  # rank r meets (k - r) mod n in round k
             self._step = np.where(own.columns.peer < 0, -1, (own.rank + own.columns.peer) % own.size)
         elif len(islands) > 1:
-            common = self._there.common
-            self._cuts = sorted({common * j // k for k in {*map(len, islands)} for j in range(k)})
             self._flat, self._mine = self._draw(entry, scale, groups)
-            self._match(self._flat.plans[self._mine].columns)
+            if self._flat.plans[self._mine] is own:
+                self._step = np.arange(n)
+            else:
+                common = self._there.common
+                self._cuts = sorted({common * j // k for k in {*map(len, islands)} for j in range(k)})
+                self._match(self._flat.plans[self._mine].columns)
 
     def _draw(self, entry: Algorithm, scale: bool, groups: Hosts) -> tuple[Flat, int]:
         """The flat plans, and which of these is my island's."""
@@ -254,16 +106,18 @@ class Frame:
         flat = entry.flat or entry
         later = own.collective is Collective.REDUCE and len(self._islands[self._home]) > 1  # scaled by the root alone
         turns = flat.turns and not (own.ordered or own.compress or own.collective in ROOTED)
-        symmetry = Symmetry((tuple((self._here + d) % m for d in range(m)),)) if turns else everyone(m)
+        alone = flat is entry and all(island == (r,) for r, island in enumerate(self._islands))  # then mine is one
         plans = [
-            flat.build(
+            own
+            if alone and i == own.rank
+            else flat.build(
                 m, i, root=self._home, scale=scale and not later, ordered=own.ordered, compress=own.compress,
                 hosts=tuple((i,) for i in range(m)) if self._made else None,
                 groups=tuple(tuple(sorted({of[r] for r in group})) for group in groups),
             )
-            for i in symmetry.standing
+            for i in ([self._here] if turns else range(m))
         ]  # fmt: skip
-        return Flat(plans, symmetry), 0 if turns else self._here
+        return Flat(plans), 0 if turns else self._here
 
     def _match(self, flat: Columns) -> None:
         """Find which step of the flat plan each of mine is, by its place in the lane, and for messages of which share
@@ -272,7 +126,7 @@ class Frame:
         head = np.arange(len(op))
         for first, count in self.own.batches:
             head[first : first + count] = first
-        steps = np.flatnonzero((head == np.arange(len(op))) & (op != Op.LOCAL))
+        steps = np.flatnonzero((head == np.arange(len(op))) & (op != _LOCAL))
         others = np.arange(len(flat))
         if self.own.collective is Collective.ALLGATHER and len(self._islands[self._here]) > 1:
             others = others[(flat.fields[0] != Op.COPY) | (flat.src[0] != Buf.SEND)]  # the library does these
@@ -304,7 +158,7 @@ class Frame:
             begin = max(begin, self._there.common * island.index(rank) // len(island))
         return bisect_left(self._cuts, begin)
 
-    @property
+    @cached_property
     def lengths(self) -> Lengths:
         """Of the plans of all ranks."""
         own, sizes = self.own, [*map(len, self._islands)]
@@ -341,7 +195,7 @@ class Frame:
         before, least = _lane_before(columns.lane), (PACE * piece * each).tolist()
         for i in np.flatnonzero(peer < 0).tolist():
             after, earlier = deps[ends[i] : ends[i + 1]], before[i]
-            if op[i] != Op.LOCAL:
+            if op[i] != _LOCAL:
                 level[i] = 1 + max((level[d] for d in (*after, earlier) if d >= 0), default=-1)
                 continue
             ready = max((1 + (last[d] if known[d] else level[d]) for d in after), default=0)
@@ -357,13 +211,13 @@ class Frame:
         if self._flat is not None:
             starts, shares = self._flat.starts(numbers, self._mine), self._flat.shares_of(self._mine)
             return starts[self._step], shares[self._step]
-        lag = np.where(np.isin(self.own.columns.fields[0], RECEIVES), LAG, 0)
+        lag = np.where(receives(self.own.columns.fields[0]), LAG, 0)
         return 1 + PACE * numbers.pieces * numbers.each * self._step + lag, shares
 
     def _limits(self, columns: Columns, known: NDArray[np.bool_], first: list[int]) -> dict[int, int]:
         """The highest level of LOCAL steps that others, or later ones, are needed by."""
         op, waits = columns.fields[0], np.repeat(np.arange(len(columns)), np.diff(columns.ends))
-        needed = (op[columns.deps] == Op.LOCAL) & known[waits]
+        needed = (op[columns.deps] == _LOCAL) & known[waits]
         limit: dict[int, int] = {}
         for dep, step in zip(columns.deps[needed].tolist(), waits[needed].tolist(), strict=True):
             limit[dep] = min(limit.get(dep, first[step]), first[step] - 1)
@@ -377,7 +231,7 @@ class Frame:
     def _checked(self, plan: Plan, level: Ints, before: Ints) -> Ints:
         """`level`, which rises along lanes and deps."""
         columns = plan.columns
-        waits, local = np.repeat(np.arange(len(level)), np.diff(columns.ends)), columns.fields[0] == Op.LOCAL
+        waits, local = np.repeat(np.arange(len(level)), np.diff(columns.ends)), columns.fields[0] == _LOCAL
         short = (before >= 0) & (level + local <= level[before])
         short[waits[level[waits] <= level[columns.deps]]] = True
         if short.any():
