@@ -4,15 +4,15 @@
     python benchmarks/bind.py --op allgather --ranks 64 1024 --stretches 64
     python benchmarks/bind.py --prove --algorithms ring tree --ranks 256 1024     # the plans of all ranks
     python benchmarks/bind.py --prove --islands 64 192
-    python benchmarks/bind.py --order --islands 500 524 --algorithms islands ring     # what a GPU's rank draws
+    python benchmarks/bind.py --order --islands 500 524 --algorithms islands ring
 
 Of each plan: the time to draw it and to encode it (Python), the bytes that it is encoded in, its steps, and the time to
 decode and bind it (C++). Each is the best of a few turns, in CPU time: nothing here waits. With `--hosts` ranks are on
 hosts of 8, among which algorithms run. An algorithm that cuts a buffer into stretches has as many as `--stretches`
 says, or as it takes at most among so many ranks; `-` stands for what is refused, and the last column says why.
 
-With `--order` it is the plan of a GPU's rank among islands, in pieces and in order, over a buffer of `--bytes`: how
-many plans it draws for that, once, in a process of its own, and its CPU time and peak memory.
+With `--order` it is the plan of a GPU's rank among islands, in pieces and in order, over a buffer of `--bytes`, once,
+in a process of its own: its CPU time and peak memory.
 
 With `--prove` the plans of all ranks are drawn and proved, once, in a process of its own: its CPU time and peak memory,
 and how many ranks stand for all.
@@ -25,7 +25,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TypeVar
 
 from hetcoll import _native
@@ -35,11 +35,11 @@ from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Plan
-from hetcoll.plan.order import drawn_by, ordered, root_for
-from hetcoll.plan.pieces import SLOTS, Lengths, cut, slot_bytes
+from hetcoll.plan.order import Frame, ordered
+from hetcoll.plan.pieces import cut, slot_bytes
 from hetcoll.plan.simulator import prove
 from hetcoll.plan.symmetry import symmetry_of
-from hetcoll.types import ROOTED, WHOLE, Collective, DType
+from hetcoll.types import WHOLE, Collective, DType
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 BYTES = 256 << 20  # of the larger buffer
@@ -109,16 +109,13 @@ def order(collective: Collective, name: str, islands: Sequence[int], nbytes: int
     entry, hosts = among_islands(collective, name, islands)
     size = sum(islands)
     start = time.process_time()
-    symmetry = drawn_by(size // 2, hosts, turns=entry.turns)
-    root = root_for(size // 2, hosts, 0) if collective in ROOTED else 0
-    base = [entry.build(size, rank, hosts=hosts, root=root) for rank in symmetry.standing]
-    own = entry.build(size, size // 2, hosts=hosts)
+    frame = Frame(entry.build(size, size // 2, hosts=hosts), entry, hosts)
     share = nbytes if collective in WHOLE else -(-nbytes // size)
-    made = cut(nbytes, share, slot_bytes(size, max(islands), far=True), Lengths.of(base))
-    steps = len(ordered(own, base, symmetry, made, SLOTS, SLOTS).order)
+    made = cut(nbytes, share, slot_bytes(size, max(islands), far=True), frame.lengths)
+    steps = len(ordered(frame, made).order)
     seconds = time.process_time() - start
-    sizes = "+".join(map(str, islands))
-    return f"| {name} | {sizes} | {nbytes} | {steps} | {len(base)} | {seconds:.2f} | {peak_mb():.0f} |"
+    sizes = "+".join(f"{n}x{k}" if n > 1 else f"{k}" for k, n in ((k, len([*same])) for k, same in groupby(islands)))
+    return f"| {name} | {sizes} | {nbytes} | {steps} | {1e3 * seconds:.1f} | {peak_mb():.0f} |"
 
 
 def proof(collective: Collective, name: str, size: int, islands: Sequence[int]) -> str:
@@ -168,8 +165,8 @@ def main() -> None:
     if args.order:
         if not args.islands:
             parser.error("--order: wanted --islands, got none")
-        print("| algorithm | islands | bytes | steps | plans drawn | s | peak MB |")
-        print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+        print("| algorithm | islands | bytes | steps | ms | peak MB |")
+        print("| --- | --- | ---: | ---: | ---: | ---: |")
         for name in args.algorithms or ["islands"]:
             with ProcessPoolExecutor(1) as alone:
                 print(alone.submit(order, Collective[args.op.upper()], name, args.islands, args.bytes).result())

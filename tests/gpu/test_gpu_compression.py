@@ -15,11 +15,11 @@ from kernel_checks import Launch, as_bytes
 from mutants import edited, field_mutants, passes, structural_mutants
 from plain_kernels import PlainMachine
 from thorough import parametrize
+from waits import Waits
 
 from hetcoll.plan.algorithms import Hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Plan
-from hetcoll.plan.order import Waits
 from hetcoll.plan.pipeline import pipelined
 from hetcoll.plan.simulator import check, serialisable
 from hetcoll.types import Collective, DType, Format

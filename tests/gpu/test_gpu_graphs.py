@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import logging
 import os
 import subprocess
@@ -457,20 +456,3 @@ def test_ranks_that_capture_different_calls(fresh: Any, eager: bool) -> None:
     for said in fresh(HETCOLL_TIMEOUT="20").run(capture_something_else, eager, timeout=60):
         assert said.startswith(CollectiveMismatchError.__name__), said
         assert "called in a graph, allreduce(" in said
-
-
-@pytest.mark.parametrize("lag", [1, 3])
-def test_levels_rise_with_what_waits(lag: int) -> None:
-    from hetcoll.plan.algorithms import find
-    from hetcoll.plan.order import Waits
-    from hetcoll.plan.pipeline import pipelined, ramp
-    from hetcoll.types import Collective
-
-    for size, length, slots in itertools.product((2, 3), (1, 9), (2, 3)):
-        base = [find(Collective.ALLREDUCE, "direct").build(size, r) for r in range(size)]
-        plans = pipelined(base, ramp(length, 4))
-        waits = Waits(plans, slots)
-        found = [(r, level) for r, row in enumerate(waits.levels(lag)) for level in row]
-        for earlier, later, _ in zip(*waits.pairs, strict=True):
-            (a, low), (b, high) = found[earlier], found[later]
-            assert low + (1 if a == b else lag) <= high

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from math import gcd
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +15,17 @@ from plan_executor import execute
 from star import star
 from thorough import parametrize
 from topologies import any_groups, side_by_side
+from waits import Waits
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find
 from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.islands import ISLANDS
+from hetcoll.plan.flat import LAG
 from hetcoll.plan.ir import Op, Plan
-from hetcoll.plan.order import Ordered, Waits, drawn_by, ordered, root_for
-from hetcoll.plan.pieces import Cut
+from hetcoll.plan.order import Frame, Ordered, ordered
+from hetcoll.plan.pieces import SLOTS, Cut, Lengths
 from hetcoll.plan.pipeline import pipelined, ramp
 from hetcoll.plan.simulator import check, serialisable
 from hetcoll.plan.topology import RankInfo, Topology
@@ -146,81 +148,83 @@ def test_what_cannot_be_had_is_said() -> None:
 # ------------------------------------------------------------------------------------------------------------- order
 
 
-def turning() -> Iterator[tuple[Algorithm, Hosts]]:
-    for sizes in [(1, 1, 1), (2, 2), (3, 3, 3), (2,) * 4]:
-        for kind in AMONG:
-            for entry in (ISLANDS[kind], *(among(e) for e in ALGORITHMS[kind].values() if e.stretches is None)):
-                if entry.turns:
-                    yield entry, side_by_side(*sizes)
+def shapes() -> st.SearchStrategy[Hosts]:
+    """Islands of any sizes, of which some have common divisors, and of any ranks."""
+    sizes = st.tuples(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    return sizes.flatmap(lambda x: any_order([x[0] * k for k in x[1]]))
 
 
-def test_ranks_that_fare_alike_have_the_levels_of_all() -> None:
-    """From one rank's plan alone, where it turns, or those of its place: what all plans give."""
-    seen = 0
-    for entry, islands in turning():
-        n = sum(map(len, islands))
-        for cuts, most in (((0, 1), None), ((0, 1, 4, 5), 2)):
-            plans = pipelined([entry.build(n, r, hosts=islands) for r in range(n)], cuts, most)
-            waits = Waits(plans, 3)
-            whole, order = waits.levels(3), waits.orders()
-            for rank in (0, n - 1):
-                for turns in (True, False):
-                    symmetry = drawn_by(rank, islands, turns=turns)
-                    few = pipelined([entry.build(n, r, hosts=islands) for r in symmetry.standing], cuts, most)
-                    mine = symmetry.standing.index(rank)
-                    assert few[mine] == plans[rank]
-                    waits = Waits(few, 3, symmetry)
-                    assert waits.levels(3)[mine] == whole[rank]
-                    assert waits.orders()[mine] == order[rank]
-                    seen += len(symmetry.standing) == 1
-    assert seen > 50
-
-
-def order_of(entry: Algorithm, rank: int, islands: Hosts, root: int, scale: bool, made: Cut) -> Ordered:
-    """As `GpuPlans` does it."""
-    rooted, n = entry.collective in ROOTED, sum(map(len, islands))
-    symmetry = drawn_by(rank, islands, turns=entry.turns and not rooted)
-    assert len(symmetry.standing) <= n // gcd(*map(len, islands))
-    another = root_for(rank, islands, root) if rooted else root
-    base = [entry.build(n, r, root=another, scale=scale, hosts=islands) for r in symmetry.standing]
-    return ordered(entry.build(n, rank, root=root, scale=scale, hosts=islands), base, symmetry, made, 3, 3)
+def any_order(sizes: list[int]) -> st.SearchStrategy[Hosts]:
+    ends = [*accumulate(sizes, initial=0)]
+    return st.permutations(range(ends[-1])).map(lambda r: tuple(tuple(r[a:b]) for a, b in pairwise(ends)))
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
-def test_each_rank_has_its_row_of_an_order_of_all_from_the_plans_of_its_part(data: st.DataObject) -> None:
-    parts = data.draw(st.integers(1, 4))
-    sizes = data.draw(st.lists(st.integers(1, 3).map(lambda k: parts * k), min_size=1, max_size=4))
-    n, ranks = sum(sizes), iter(data.draw(st.permutations(range(sum(sizes)))))
-    islands = tuple(tuple(next(ranks) for _ in range(k)) for k in sizes)
-    flat = [among(e) for e in FLAT if e.supports(len(sizes))]
-    entry = data.draw(st.sampled_from([*flat, *(e for kind, e in ISLANDS.items() if kind is not Collective.ALLTOALL)]))
+@settings(max_examples=30, deadline=None)
+def test_each_rank_has_its_row_of_an_order_of_all_from_its_own_plan(data: st.DataObject) -> None:
+    """With what `GpuPlans` knows, compared to the plans of all ranks: pieces, what waits for what, who meets whom."""
+    islands = data.draw(st.one_of(st.sampled_from([((1,), (0,)), ((2,), (0,), (1,))]), shapes()))
+    n, m = sum(map(len, islands)), len(islands)
+    flat = [among(e) for e in (*FLAT, Algorithm("star", Collective.ALLREDUCE, star)) if e.supports(m)]
+    entry = data.draw(st.sampled_from([*flat, *ISLANDS.values()]))
     root = data.draw(st.integers(0, n - 1)) if entry.collective in ROOTED else 0
-    cuts = data.draw(st.sampled_from([(0, 1), (0, 1, 4, 5), (0, 1, 2, 3, 4)])) if len(sizes) > 1 else (0, 1)
-    made = Cut(cuts, data.draw(st.integers(1, cuts[-1])), 1)
-    scale = entry.collective in REDUCING and data.draw(st.booleans())
-    plans = [entry.build(n, r, root=root, scale=scale, hosts=islands) for r in range(n)]
-    plans, found = pipelined(plans, *made[:2]), [order_of(entry, r, islands, root, scale, made) for r in range(n)]
+    how: dict[str, Any] = {"scale": entry.collective in REDUCING and data.draw(st.booleans()), "groups": ()}
+    compress = entry.compresses and data.draw(st.booleans())
+    if compress and m > 2 and data.draw(st.booleans()):
+        how["groups"] = ((*islands[0], *islands[1]), *islands[2:])
+    cuts = data.draw(st.sampled_from([(0, 1), (0, 3), (0, 1, 4, 5), (0, 1, 2, 3, 4, 5)])) if m > 1 else (0, 1)
+    made = Cut(cuts, cuts[-1] if compress else data.draw(st.integers(1, cuts[-1])), 1)
+    whole = [entry.build(n, r, root=root, hosts=islands, compress=compress, **how) for r in range(n)]
+    frames = [Frame(plan, entry, islands, **how) for plan in whole]
+    assert {frame.lengths for frame in frames} == {Lengths.of(whole)}
+    proved([ordered(frame, made) for frame in frames], pipelined(whole, *made[:2]), islands)
+
+
+def proved(found: list[Ordered], plans: list[Plan], islands: Hosts) -> None:
     assert [each.plan for each in found] == plans
-    serialisable(plans, [each.order for each in found], 3)
-    waits, levels = Waits(plans, 3), np.concatenate([each.levels for each in found])
-    earlier, later, far = waits.pairs
-    assert (levels[later] - levels[earlier] >= np.where(far, 3, 1)).all()
+    serialisable(plans, [each.order for each in found], SLOTS)
+    earlier, later, far = Waits(plans, SLOTS).pairs
+    level, op = np.concatenate([each.levels for each in found]), np.concatenate([p.columns.fields[0] for p in plans])
+    beside = (op[earlier] == Op.LOCAL) & (op[later] == Op.LOCAL)  # they keep their lane's order
+    assert (level[later] - level[earlier] >= np.where(far, LAG, np.where(beside, 0, 1))).all()
     for island in islands:
-        rows = {tuple(found[r].levels[i] for i in found[r].plan.columns.locals) for r in island}
-        assert len(rows) == 1
-    if entry.collective not in ROOTED:
-        assert tuple(each.levels for each in found) == waits.levels(3)
+        assert len({tuple(found[r].levels[i] for i in plans[r].columns.locals) for r in island}) == 1
 
 
-def test_whose_plans_a_rank_draws() -> None:
-    eights = side_by_side(*[8] * 128)
-    assert drawn_by(77, eights, turns=True).standing == (77,)
-    assert drawn_by(77, eights, turns=False).standing == tuple(range(5, 1024, 8))
-    assert [root_for(rank, eights, 77) for rank in (77, 85, 76)] == [78, 78, 77]
-    assert drawn_by(77, side_by_side(64, 192), turns=True).standing == (4, 76, 77, 78)
-    assert root_for(77, side_by_side(64, 192), 76) == 79
-    assert len(drawn_by(77, side_by_side(500, 524), turns=True).standing) == 256
+@pytest.mark.parametrize("ordered_too", [False, True])
+def test_ranks_that_are_islands_each(ordered_too: bool) -> None:
+    """Any algorithm, without any library."""
+    for kind, table in ALGORITHMS.items():
+        for entry in table.values() if kind is not Collective.BARRIER else ():
+            n = 4 if entry.supports(4) else 2
+            if entry.stretches is not None or (ordered_too and not entry.ordered):
+                continue
+            root = 1 if kind in ROOTED else 0
+            whole = [entry.build(n, r, root=root, ordered=ordered_too) for r in range(n)]
+            alone, made = tuple((r,) for r in range(n)), Cut((0, 1, 3, 5, 6), 1, 1)
+            frames = [Frame(plan, entry, alone) for plan in whole]
+            assert {frame.lengths for frame in frames} == {Lengths.of(whole)}
+            proved([ordered(frame, made) for frame in frames], pipelined(whole, *made[:2]), alone)
+
+
+@pytest.mark.parametrize("sizes", [[*range(1, 45), 34], [8] * 127 + [7, 1]], ids=["1 to 44", "eights"])
+def test_one_of_1024_ranks(sizes: list[int]) -> None:
+    """Islands of 1 to 44 cut a buffer into more units than NumPy's numbers have."""
+    islands = side_by_side(*sizes)
+    for entry in (*(among(find(kind, "ring")) for kind in AMONG), *(ISLANDS[kind] for kind in AMONG)):
+        frame = Frame(entry.build(1024, 500, hosts=islands), entry, islands)
+        assert set(ordered(frame, Cut((0, 1), 1, 1)).order) == set(range(len(frame.own.steps)))
+
+
+def test_parts_take_turns() -> None:
+    """Islands of 7 and 8: who shares its interval with two gives each a piece in turn. Else the second would wait for
+    all of the first, and so on through all ranks: the last message would come when all bytes had gone one by one."""
+    islands, made = side_by_side(7, 8), Cut(tuple(range(41)), 1, 1)
+    entry = ISLANDS[Collective.ALLREDUCE]
+    plans = pipelined([entry.build(15, r, hosts=islands) for r in range(15)], *made[:2])
+    assert [step.peer for step in plans[1].steps if step.op is Op.SEND][:6] == [8, 9, 8, 9, 8, 9]
+    levels = Waits(plans, SLOTS).levels()
+    assert max(map(max, levels)) < 3 * 40
 
 
 def test_which_algorithms_turn() -> None:

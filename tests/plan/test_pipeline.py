@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_executor import execute
 from thorough import parametrize
+from waits import Waits
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, find, p2p
+from hetcoll.plan.algorithms.base import Draft, inp, out
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Op, Plan, cut, offsets
-from hetcoll.plan.order import Waits
-from hetcoll.plan.pieces import Lengths, parts
+from hetcoll.plan.order import Frame, ordered
+from hetcoll.plan.pieces import Cut, Lengths, parts
 from hetcoll.plan.pipeline import pipelined, ramp, share_units
 from hetcoll.plan.simulator import PlanError, check, serialisable
 from hetcoll.types import REDUCING, ROOTED, WHOLE, Collective
@@ -92,8 +94,6 @@ def test_what_cannot_be_cut_is_refused() -> None:
         ramp(0, 1)
     with pytest.raises(ArgumentError, match="a piece of 100 bytes does not hold 1 units of 128 bytes"):
         parts(Lengths.of(plans), 1 << 20, 100, 128)
-    with pytest.raises(ArgumentError, match="wanted at least one slot, got 0"):
-        Waits(plans, 0).orders()
 
 
 # ----------------------------------------------------------------------------------------------------------- pieces
@@ -216,16 +216,15 @@ def test_orders_of_every_shipped_plan_can_run_one_after_another(algorithm: Algor
 
 def test_the_order_interleaves_the_lanes() -> None:
     """Two ranks, four pieces: every rank sends a piece before it waits for one, and uses what came at once."""
-    plans = pipelined(build(find(Collective.ALLREDUCE, "direct"), 2), (0, 1, 2, 3, 4))
-    order = Waits(plans, 4).orders()[0]
-    words = [f"{plans[0].steps[i].lane}{'abcd'[i % 4]}" for i in order]
+    entry = find(Collective.ALLREDUCE, "direct")
+    plan, order, _ = ordered(Frame(build(entry, 2)[0], entry, ((0,), (1,))), Cut((0, 1, 2, 3, 4), 1, 1))
+    words = [f"{plan.steps[i].lane}{'abcd'[i % 4]}" for i in order]
     assert " ".join(words) == "0a 0b 1a 0c 2a 1b 0d 2b 3a 1c 2c 3b 1d 2d 3c 3d"
 
 
 def test_orders_that_wait_before_they_send_are_caught() -> None:
     plans = build(find(Collective.ALLREDUCE, "direct"), 2)
-    right = Waits(plans, 1).orders()
-    assert right == ((0, 1, 2, 3), (0, 1, 2, 3))
+    right = ((0, 1, 2, 3), (0, 1, 2, 3))
     serialisable(plans, right, 1)
     serialisable(plans, [(1, 0, 2, 3), right[1]], 1)  # one rank that waits first is served by the other
     with pytest.raises(PlanError, match=r"one step after another, with 1 slots, does not complete: rank 0 step 1 .*1"):
@@ -247,11 +246,21 @@ def test_orders_must_not_outrun_the_slots() -> None:
 
 
 def test_plans_that_deadlock_have_no_order() -> None:
-    plans = build(find(Collective.ALLGATHER, "direct"), 2)
-    listen = [replace(p.steps[1], lane=0) for p in plans]
-    plans = [replace(p, steps=(first, p.steps[0])) for p, first in zip(plans, listen, strict=True)]
-    with pytest.raises(PlanError, match="deadlock with 1 slots of one message each"):
-        Waits(plans, 1).orders()
+    """Who listens first, and who sends all pieces before it takes any."""
+    for first, pieces in ((0, 1), (1, 4), (1, 1)):
+
+        def draw(p: Draft, first: int = first) -> None:
+            p.credits = first
+            for step in (first, 1 - first):
+                p.send(0, inp(), 1 - p.rank) if step else p.recv(0, out(1 - p.rank), 1 - p.rank)
+
+        entry, made = Algorithm("turns", Collective.ALLGATHER, draw), Cut(tuple(range(pieces + 1)), 1, 1)
+        frame = Frame(entry.build(2, 0), entry, ((0,), (1,)))
+        if (first, pieces) == (1, 1):
+            assert ordered(frame, made).order == (0, 1)
+            continue
+        with pytest.raises(PlanError, match="deadlock with 3 slots of one message each"):
+            ordered(frame, made)
 
 
 @given(st.data())

@@ -10,19 +10,18 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import hetcoll._native as _native
 
 from ..calls import Call
-from ..plan.algorithms.atoms import AMONG
+from ..plan.flat import LAG
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
-from ..plan.order import Ordered, drawn_by, ordered, root_for
-from ..plan.pieces import GRAIN, SLOTS, Lengths, cut, message_pieces
+from ..plan.order import Frame, Ordered, ordered
+from ..plan.pieces import GRAIN, SLOTS, cut, message_pieces
 from ..plan.pipeline import ramp
-from ..plan.symmetry import Symmetry, everyone
 from ..runtime.planner import Kept, Planner
-from ..types import LOGICAL, REDUCING, ROOTED, Collective, DType, ReduceOp
+from ..types import LOGICAL, REDUCING, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import codec_names
 from .message_kernel import MessageKernel, Placed, Small
 from .planner import Carrier, Choice, GpuPlanner, Mechanism
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
     from ..vendors.devices.base import Device
     from .vendor_comm import GpuIslands
 
-_BASES = 32  # sets of plans that are kept, before they are cut into pieces
-_LAG = SLOTS  # in levels: as many messages as may be under way
+_BASES = 32  # plans that are kept, before they are cut into pieces
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 16, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
 _CODEC_BLOCK, _MOST_CODEC_BLOCKS, _ELEMENTS = 128, 256, 32  # of a codec, whose threads take so many elements each
 
@@ -50,7 +48,7 @@ S = TypeVar("S", covariant=True)
 
 
 class Made(NamedTuple):
-    """A plan for a `Binder`: its steps come in this `order` and have these levels (see `order.Waits`), over buffers
+    """A plan for a `Binder`: its steps come in this `order` and have these levels (see `plan.order`), over buffers
     whose units begin at the elements in `tables`; with `points`, those of the plan's points.
 
     `call` is None for messages between two ranks; `local` says how the island's library reduces. `apart` has the
@@ -95,7 +93,7 @@ class GpuPlans(Generic[S]):
         self.kernel: MessageKernel | None = None
         """What binds messages that are its, once the ways of the host are known to work."""
         self._mates = next(island for island in islands.islands if rank in island)
-        self._bases: Kept[tuple[object, ...], tuple[Plan, list[Plan], Symmetry]] = Kept(_BASES)
+        self._bases: Kept[tuple[object, ...], Frame] = Kept(_BASES)
         self._drawn: Kept[tuple[object, ...], Ordered] = Kept()
 
     def compile(self, call: Call, choice: Choice) -> S:
@@ -117,11 +115,11 @@ class GpuPlans(Generic[S]):
             entry.name,
             bool(call.compress),
         )
-        own, base, symmetry = self._bases.get_or(key, lambda: self._base(call, choice))
-        made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, Lengths.of(base), item)
+        frame = self._bases.get_or(key, lambda: self._base(call, choice))
+        made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, frame.lengths, item)
         if len(islands) == 1:
             made = made._replace(at=(0, 1))
-        plan, order, rise = self._drawn.get_or((*key, made), lambda: ordered(own, base, symmetry, made, SLOTS, _LAG))
+        plan, order, rise = self._drawn.get_or((*key, made), lambda: ordered(frame, made))
         points = plan.points()
         tables = [
             offsets(counts, units // len(counts), at, grain, made.length * made.equal)
@@ -243,24 +241,18 @@ class GpuPlans(Generic[S]):
         smallest, largest = message_pieces(nbytes, self._slot_bytes)
         return ramp(max(1, -(-nbytes // smallest)), largest // smallest)
 
-    def _base(self, call: Call, choice: Choice) -> tuple[Plan, list[Plan], Symmetry]:
-        """This rank's plan, those that the order of its steps follows from, and whose they are."""
+    def _base(self, call: Call, choice: Choice) -> Frame:
+        """This rank's plan, and what its pieces and their order follow from."""
         entry, islands = choice.algorithm, choice.islands
         assert entry is not None, "it is a plan"
-        scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
-        how: dict[str, Any] = {"scale": scale and not whole, "logical": self._logical(call)}
-        how["ordered"] = self._planner.ordered
-        if call.compress:
-            how |= {"hosts": islands, "compress": True, "groups": self._planner.compression.groups}
-        elif len(islands) < self._size:
-            how["hosts"] = islands
-        symmetry, rooted, root = everyone(self._size), call.collective.plain in ROOTED, call.root
-        if not call.compress and not self._planner.ordered and (rooted or call.collective.plain in AMONG):
-            symmetry = drawn_by(self._rank, islands, turns=entry.turns and not rooted)
-            root = root_for(self._rank, islands, root) if rooted else root
-        base = [entry.build(self._size, r, root=root, **how) for r in symmetry.standing]
-        own = base[symmetry.standing.index(self._rank)]
-        return own if root == call.root else entry.build(self._size, self._rank, root=call.root, **how), base, symmetry
+        scale = call.op is ReduceOp.AVG and len(islands) > 1  # else the library averages by itself
+        groups = self._planner.compression.groups if call.compress else ()
+        own = entry.build(
+            self._size, self._rank, root=call.root, scale=scale, logical=self._logical(call),
+            hosts=islands if call.compress or len(islands) < self._size else None, compress=bool(call.compress),
+            groups=groups, ordered=self._planner.ordered,
+        )  # fmt: skip
+        return Frame(own, entry, islands, scale=scale, groups=groups)
 
     def _logical(self, call: Call) -> bool:
         return call.op in LOGICAL and self._size == 1
@@ -286,7 +278,7 @@ class DeviceBinder:
             recv_table=tables[1],
             order=made.order,
             levels=made.level,
-            lag=_LAG,
+            lag=LAG,
             edges=self._link(plan),
             reduce=reduce,
             scale=scale,
@@ -321,7 +313,7 @@ class DeviceBinder:
 def _level(number: int, op: Op) -> int:
     """Of a piece with this number, or of a kernel of such messages, which is as sends are (`order.levels`). What the
     library does has one that no kernel has."""
-    return 0 if op is Op.LOCAL else 1 + number // SLOTS * 2 * _LAG + number % SLOTS + _LAG * int(op is Op.RECV)
+    return 0 if op is Op.LOCAL else 1 + number // SLOTS * 2 * LAG + number % SLOTS + LAG * int(op is Op.RECV)
 
 
 def _aligned(count: int, units: int, grain: int) -> list[int]:

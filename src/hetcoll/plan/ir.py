@@ -74,6 +74,8 @@ class Plan:
     of units, and the units of all but the last are as long as one another (`algorithms.base.stretched`). `redundant`:
     several ranks reduce the same elements, each for itself, and must get the same bits of a NaN, too. `ordered`: every
     element is reduced in the order of ranks, ((r0 + r1) + r2) + ... `equal`: all shares are of one length.
+    `batches`: the first of some steps of one lane that stand side by side, and how many there are: they do one thing
+    for several parts of the data, whose pieces take turns (`pipeline`).
     """
 
     collective: Collective
@@ -96,6 +98,7 @@ class Plan:
     redundant: bool = False
     ordered: bool = False
     equal: bool = False
+    batches: tuple[tuple[int, int], ...] = ()
 
     @property
     def columns(self) -> Columns:
@@ -193,12 +196,6 @@ class Plan:
             parts.shape[1], place,
         )  # fmt: skip
         return head + _words(rows.T, columns.deps, parts.T)
-
-
-def first_mates(plans: Sequence[Plan]) -> list[int]:
-    """For each of some ranks' plans the first member of the rank's island."""
-    first = {rank: island[0] for island in plans[0].islands for rank in island}
-    return [first.get(plan.rank, plan.rank) for plan in plans]
 
 
 def _words(*arrays: Numbers) -> bytes:

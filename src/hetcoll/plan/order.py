@@ -7,208 +7,249 @@ of *all* ranks, in which everything comes after what it waits for, have that pro
 on each rank, the global order itself is a way to the end; and since plans are Kahn networks, every other way ends too.
 With more queues than one, less waits. `simulator.serialisable` proves an order without relying on this argument.
 
+So a step has a level. It is above those of its lane's earlier steps and of its deps, and by `LAG` above those of what
+other ranks do for it: the send of the message that it receives, the receive that empties the slot that it fills. The
+members of an island have their LOCAL steps on one level each, which is no lower than that of an earlier one.
+
+A rank draws no other rank's plan for that: levels follow from the *flat* plans, of one rank for each island. Each step
+of a flat plan gets a start. A message of it, the n-th of all pieces and of all parts that islands share (`Atom`), has
+the level ``start + PACE * n``, as if one rank did it for all parts; whoever has some leaves some numbers out, which
+wrongs nobody. A receive starts `LAG` after its send. The next step of a lane starts after all numbers of the last one,
+so that sends of a lane are `PACE` apart, and the slot of one is filled again, `SLOTS` messages later, at a level that
+is above it by ``PACE * SLOTS >= 2 * LAG``. What needs a step starts after it, not after all of its numbers, so pieces
+overlap. A LOCAL step comes before whatever needs it on any member, for any part, and after all that it needs there.
+What else a rank does, which concerns no other, comes as soon as it can.
+
+Starts exist for all plans that need no credits: there a message may be one event, and every event of it may happen for
+all pieces and parts, one after another, before the next does. Of others, that overwrite what they send, the starts are
+tried; most have some.
+
 A graph's nodes run in any order that its edges allow, so a captured plan has edges for it
-(``native/gpu/capture.h``). Its steps have `levels`, of which those of what other ranks do for them are lower
-by a lag. A step that waits for a message or a slot comes after all that its rank tells its peers at levels that are
-lower by the lag, and a LOCAL step after all of that at lower levels. Then nothing gets stuck, on any number of queues.
-Suppose something did: take the lowest level, a, at which a step waits for a message or a slot in vain, and the lowest,
-b, at which a LOCAL step does. What the first waits for has a level of at most a - lag. Its rank is held up by
-something that waits and does not come after it: a LOCAL step of that level or a lower one. So b <= a - lag. What the
-LOCAL step at b waits for is one at b on another rank, which is held up by something that waits, too: but a LOCAL step
-of a higher level comes after it, as does whatever waits at b + lag or above, and nothing waits at a lower level.
+(``native/gpu/capture.h``). A step that waits for a message or a slot comes after all that its rank tells its peers at
+levels that are lower by the lag, and a LOCAL step after all of that at lower levels. Then nothing gets stuck, on any
+number of queues. Suppose something did: take the lowest level, a, at which a step waits for a message or a slot in
+vain, and the first, of level b, of the LOCAL steps that do. What the first waits for has a level of at most a - lag.
+Its rank is held up by something that waits and does not come after it: a LOCAL step of that level or a lower one. So
+b <= a - lag. What the LOCAL step at b waits for is the same one on another rank, which is held up by something that
+waits, too: but a later LOCAL step comes after it, as does whatever waits at b + lag or above, and nothing waits at a
+lower level.
 
 Kernels that carry small messages (`gpu.plans`) are as LOCAL steps: each meets those of its own level on other ranks,
 and no other step of its rank that meets any has that level. What they send may wait until a ring is empty, so for
 kernels of lower levels.
-
-Ranks that fare alike have the same levels, so a rank need not draw the plans of all (`drawn_by`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import gcd
+from bisect import bisect_left
+from functools import cached_property
+from itertools import pairwise
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..errors import ArgumentError
-from .costs import Hosts
-from .ir import Op, Plan, first_mates
-from .pieces import Cut
-from .pipeline import keeps_steps, pipelined
-from .simulator import RECEIVES
+from ..types import ROOTED, WHOLE, Collective
+from .algorithms.base import Algorithm
+from .costs import Groups, Hosts
+from .flat import LAG, PACE, Flat, Numbers, receives
+from .ir import Buf, Op, Plan
+from .pieces import Cut, Lengths
+from .pipeline import Pieces, in_pieces, share_units
 from .simulator.node import wrong
-from .steps import Ints
-from .symmetry import Symmetry, everyone
+from .steps import Columns, Ints
 
-
-def drawn_by(rank: int, islands: Hosts, *, turns: bool) -> Symmetry:
-    """The ranks whose plans are enough for `rank` to order its steps.
-
-    Islands whose sizes have a common divisor fare as so many smaller ones side by side: members exchange messages with
-    those of the same part alone, and those of other parts do the same. `turns`: so do islands of equal size, round the
-    ring.
-    """
-    part, parts = _part(rank, islands), gcd(*map(len, islands))
-    ranks = [r for i in islands for r in i[part * len(i) // parts : (part + 1) * len(i) // parts]]
-    if turns and len(ranks) == len(islands):
-        at = ranks.index(rank)
-        return Symmetry(((*ranks[at:], *ranks[:at]),))
-    return Symmetry(tuple((r,) for r in sorted(ranks)))
-
-
-def _part(rank: int, islands: Hosts) -> int:
-    island = next(island for island in islands if rank in island)
-    return island.index(rank) * gcd(*map(len, islands)) // len(island)
-
-
-def root_for(rank: int, islands: Hosts, root: int) -> int:
-    """With which root those plans are drawn: with one of another part than that of `rank`, where there is one.
-
-    The root has the steps of its mates, which may wait for less, and perhaps some more at the end: it scales. If it
-    takes its steps in the order of a mate's, all parts fare alike, its own too.
-    """
-    parts = gcd(*map(len, islands))
-    if parts == 1 or _part(root, islands) != _part(rank, islands):
-        return root
-    island = next(island for island in islands if root in island)
-    return island[(island.index(root) + len(island) // parts) % len(island)]
-
-
-class Waits:
-    """What each step of some plans waits for: its lane, its deps, its message, the slot that it needs.
-
-    Parameters
-    ----------
-    plans
-        Of all ranks, in rank order, proved by `simulator.check`; or of those that stand for all.
-    credits
-        Slots of each channel and direction. Every message must fit in one (see `pipeline`).
-    symmetry
-        Whose standing ranks the plans are of, where these are not all.
-
-    Raises
-    ------
-    ArgumentError
-        There are no slots.
-    """
-
-    def __init__(self, plans: Sequence[Plan], credits: int, symmetry: Symmetry | None = None) -> None:
-        if credits < 1:
-            raise ArgumentError(f"credits: wanted at least one slot, got {credits}")
-        columns = [plan.columns for plan in plans]
-        self._plans, self._credits = plans, credits
-        self._op, self._lane, self._peer, self._channel, _ = np.concatenate([each.fields for each in columns], axis=1)
-        self._begins = np.cumsum([0, *map(len, columns)])
-        self._plan = np.repeat(np.arange(len(plans)), np.diff(self._begins))  # whose each step is
-        self._nodes = self._gates()
-        steps = np.arange(len(self._plan))
-        lanes = np.lexsort((self._lane, self._plan))
-        same = (np.diff(self._lane[lanes]) == 0) & (np.diff(self._plan[lanes]) == 0)
-        deps = [each.deps + begin for each, begin in zip(columns, self._begins, strict=False)]
-        waits = np.repeat(steps, np.concatenate([np.diff(each.ends) for each in columns]))
-        near = np.stack([lanes[:-1][same], lanes[1:][same]]), np.stack([np.concatenate(deps), waits])
-        far = self._messages(symmetry or everyone(len(plans)))
-        earlier, later = self._nodes[np.concatenate([*near, *far], axis=1)]
-        order = np.argsort(earlier, kind="stable")
-        self.pairs = earlier[order], later[order], order >= sum(each.shape[1] for each in near)
-        """Which step comes before which, and whether it is another rank's that does."""
-        self._at: list[int] = np.searchsorted(earlier[order], [*steps, len(steps)]).tolist()
-
-    def _gates(self) -> Ints:
-        """For each step its own number, but for a LOCAL step that of the first member of the island."""
-        nodes, gates = np.arange(len(self._plan)), np.flatnonzero(self._op == Op.LOCAL)
-        plan = self._plan[gates]
-        island = np.array(first_mates(self._plans))[plan]
-        nth = np.arange(len(gates)) - np.searchsorted(plan, plan)
-        _, first, gate = np.unique(island * len(nodes) + nth, return_index=True, return_inverse=True)
-        nodes[gates] = gates[first][gate]
-        return nodes
-
-    def _messages(self, symmetry: Symmetry) -> tuple[Ints, Ints]:
-        """What waits for other ranks: receives for their sends, sends for the receives that empty their slots."""
-        ranks = np.array([plan.rank for plan in self._plans])[self._plan]
-        sends, recvs = np.flatnonzero(self._op == Op.SEND), np.flatnonzero(np.isin(self._op, RECEIVES))
-        table, (row, column) = symmetry.table, symmetry.index
-        to, strides = row[self._peer[sends]], column[self._peer[sends]]
-        source = table[row[ranks[sends]], (column[ranks[sends]] - strides) % symmetry.times]  # as the receiver sees it
-        ends = []
-        for steps, a, b in ((sends, source, table[to, 0]), (recvs, self._peer[recvs], ranks[recvs])):
-            fifo = (a * (table.max() + 1) + b) * (1 + self._channel.max(initial=0)) + self._channel[steps]
-            order = np.argsort(fifo, kind="stable")
-            ends.append((fifo[order], steps[order]))
-        (fifos, sent), (others, received) = ends
-        if not np.array_equal(fifos, others):
-            raise ArgumentError("wanted plans whose messages are received: `simulator.check` says which are not")
-        full = fifos[self._credits :] == fifos[: -self._credits]
-        return (
-            np.stack([sent, received]),
-            np.stack([received[: -self._credits][full], sent[self._credits :][full]]),
-        )
-
-    def _levels(self, lag: int) -> Ints:
-        level, (_, then, far) = [0] * len(self._plan), self.pairs
-        missing: list[int] = np.bincount(then, minlength=len(level)).tolist()
-        laters, above = then.tolist(), np.where(far, lag, 1).tolist()
-        ready = [node for node, count in enumerate(missing) if not count]
-        for node in ready:  # grows as steps become ready
-            low = level[node]
-            for at in range(self._at[node], self._at[node + 1]):
-                later = laters[at]
-                if low + above[at] > level[later]:
-                    level[later] = low + above[at]
-                missing[later] -= 1
-                if missing[later] == 0:
-                    ready.append(later)
-        if len(ready) < len(missing):
-            step = next(step for step, node in enumerate(self._nodes.tolist()) if missing[node])
-            plan = self._plan[step]
-            problem = f"deadlock with {self._credits} slots of one message each"
-            raise wrong(self._plans[plan], int(step - self._begins[plan]), problem)
-        return np.array(level, np.int64)[self._nodes]
-
-    def levels(self, lag: int = 1) -> tuple[tuple[int, ...], ...]:
-        """For each plan, a level for each of its steps, above those of all that it waits for, on whatever rank.
-
-        Parameters
-        ----------
-        lag
-            How far above what other ranks do for it: their messages, the slots that they empty. The members of an
-            island have their LOCAL steps on one level.
-
-        Raises
-        ------
-        PlanError
-            The plans cannot complete with this many slots.
-        """
-        return tuple(tuple(row.tolist()) for row in np.split(self._levels(lag), self._begins[1:-1]))
-
-    def orders(self) -> tuple[tuple[int, ...], ...]:
-        """For each plan, its steps in the order in which to enqueue them: by how many others they wait for in a chain,
-        as if each took as long as any other; of equals, sends come first. That interleaves the lanes the way they will
-        run. Errors are those of `levels`.
-        """
-        order = np.lexsort((self._lane, self._op, self._levels(1), self._plan))
-        rows = np.split(order - self._begins[self._plan], self._begins[1:-1])
-        return tuple(tuple(row.tolist()) for row in rows)
+_LOCAL = Op.LOCAL  # members are slow to look up
 
 
 class Ordered(NamedTuple):
-    """A rank's plan in pieces, the order in which it enqueues its steps, and their levels: see `Waits`."""
+    """A rank's plan in pieces, the order in which it enqueues its steps, and their levels."""
 
     plan: Plan
     order: tuple[int, ...]
     levels: tuple[int, ...]
 
 
-def ordered(own: Plan, base: Sequence[Plan], symmetry: Symmetry, made: Cut, slots: int, lag: int) -> Ordered:
-    """What the rank of the plan `own` does, from those of `drawn_by`, drawn with the root of `root_for`."""
-    if keeps_steps(own, made.at, made.most):
-        plan, plans = pipelined([own], made.at, made.most)[0], base
-    else:
-        *plans, plan = pipelined([*base, own], made.at, made.most)
-    waits, mine = Waits(plans, slots, symmetry), symmetry.standing.index(own.rank)
-    order, levels = waits.orders()[mine], waits.levels(lag)[mine]
-    more = range(len(order), len(plan.steps))
-    return Ordered(plan, (*order, *more), (*levels, *(max(levels) + 1 + step - more.start for step in more)))
+class Frame:
+    """What a rank needs of the others' plans to cut its `own` into pieces and to order it.
+
+    Parameters
+    ----------
+    own
+        Drawn by `entry` among `islands`, of which there may be as many as ranks.
+    scale, groups
+        As it was drawn with (`Algorithm.build`).
+    """
+
+    def __init__(self, own: Plan, entry: Algorithm, islands: Hosts, *, scale: bool = False, groups: Hosts = ()) -> None:
+        self.own, self._there, self._islands = own, Groups(islands), islands
+        self._here, self._home = self._there.of[own.rank], self._there.of[own.root]
+        self._made = bool(own.islands) and entry.flat is None  # for islands: others run among them
+        self._cuts, n = [0], len(own.steps)  # where atoms begin
+        self._step, self._share, self._atom = np.full(n, -1), *np.zeros((2, n), np.int64)
+        self._flat: Flat | None = None
+        if self._made and own.collective is Collective.ALLTOALL:  # rank r meets (k - r) mod n in round k
+            self._step = np.where(own.columns.peer < 0, -1, (own.rank + own.columns.peer) % own.size)
+        elif len(islands) > 1:
+            self._flat, self._mine = self._draw(entry, scale, groups)
+            if self._flat.plans[self._mine] is own:
+                self._step = np.arange(n)
+            else:
+                common = self._there.common
+                self._cuts = sorted({common * j // k for k in {*map(len, islands)} for j in range(k)})
+                self._match(self._flat.plans[self._mine].columns)
+
+    def _draw(self, entry: Algorithm, scale: bool, groups: Hosts) -> tuple[Flat, int]:
+        """The flat plans, and which of these is my island's."""
+        own, m, of = self.own, len(self._islands), self._there.of
+        flat = entry.flat or entry
+        later = own.collective is Collective.REDUCE and len(self._islands[self._home]) > 1  # scaled by the root alone
+        turns = flat.turns and not (own.ordered or own.compress or own.collective in ROOTED)
+        alone = flat is entry and all(island == (r,) for r, island in enumerate(self._islands))  # then mine is one
+        plans = [
+            own
+            if alone and i == own.rank
+            else flat.build(
+                m, i, root=self._home, scale=scale and not later, ordered=own.ordered, compress=own.compress,
+                hosts=tuple((i,) for i in range(m)) if self._made else None,
+                groups=tuple(tuple(sorted({of[r] for r in group})) for group in groups),
+            )
+            for i in ([self._here] if turns else range(m))
+        ]  # fmt: skip
+        return Flat(plans), 0 if turns else self._here
+
+    def _match(self, flat: Columns) -> None:
+        """Find which step of the flat plan each of mine is, by its place in the lane, and for messages of which share
+        and atom: of those that both ranks own, the first one begins where the later of their intervals does."""
+        op, lane, peer, _, _ = self.own.columns.fields
+        head = np.arange(len(op))
+        for first, count in self.own.batches:
+            head[first : first + count] = first
+        steps = np.flatnonzero((head == np.arange(len(op))) & (op != _LOCAL))
+        others = np.arange(len(flat))
+        if self.own.collective is Collective.ALLGATHER and len(self._islands[self._here]) > 1:
+            others = others[(flat.fields[0] != Op.COPY) | (flat.src[0] != Buf.SEND)]  # the library does these
+        for number in range(int(lane.max()) + 1):
+            mine, theirs = steps[lane[steps] == number], others[flat.lane[others] == number]
+            self._step[mine[: len(theirs)]] = theirs[: len(mine)]
+        self._step = self._step[head]
+        messages = np.flatnonzero(peer >= 0)
+        where = np.array([self._there.of[r] for r in range(self.own.size)])[peer[messages]]
+        found = self._step[messages]
+        bad = (found < 0) | (flat.fields[0][found] != op[messages]) | (flat.peer[found] != where)
+        if bad.any():
+            raise wrong(self.own, int(messages[bad][0]), "is no step of the flat plan")
+        order = np.lexsort((messages, peer[messages], head[messages]))
+        begins = np.flatnonzero(np.diff(head[messages][order] * self.own.size + peer[messages][order], prepend=-1))
+        counts = np.diff(begins, append=len(order))
+        nth, total = np.arange(len(order)) - np.repeat(begins, counts), np.repeat(counts, counts)
+        assert self._flat is not None
+        at = messages[order]
+        each = np.maximum(total // self._flat.shares_of(self._mine)[self._step[at]], 1)
+        firsts = {r: self._first_atom(r) for r in {*peer[messages].tolist()}}
+        self._share[at], self._atom[at] = nth // each, nth % each + [firsts[r] for r in peer[at].tolist()]
+
+    def _first_atom(self, peer: int) -> int:
+        """Of those that this rank and `peer` own."""
+        begin = 0
+        for rank in (self.own.rank, peer):
+            island = self._islands[self._there.of[rank]]
+            begin = max(begin, self._there.common * island.index(rank) // len(island))
+        return bisect_left(self._cuts, begin)
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Of the plans of all ranks."""
+        own, sizes = self.own, [*map(len, self._islands)]
+        apart = own.collective in (Collective.GATHER, Collective.SCATTER) and len(sizes) > 1  # none but the root's has
+        inside = lcm(*map(len, own.islands))
+        return Lengths(share_units(own), self._longest(), inside, min(sizes) > 1 and not apart)
+
+    def _longest(self) -> int:
+        """Units of the longest message of any rank. The first atom is as long as any."""
+        if self._flat is None:
+            return 1
+        own, common, sizes = self.own, self._there.common, [*map(len, self._islands)]
+        at_home, others = sizes[self._home], sizes[: self._home] + sizes[self._home + 1 :]
+        if self._made and own.collective in ROOTED:  # it cuts for the two islands of a message
+            if own.collective in WHOLE:
+                return common // min(max(k, at_home) for k in others)
+            return max(min(common, common * k // at_home) for k in others)
+        return self._flat.longest * common // max(sizes) * (1 if own.collective in WHOLE else max(sizes))
+
+    def levels(self, pieces: Pieces, made: Cut) -> Ints:
+        """Those of the steps of `own` in pieces."""
+        old, piece, share, part = pieces.origins
+        columns = pieces.plan.columns
+        op, peer, deps, ends = columns.fields[0], columns.peer, columns.deps.tolist(), columns.ends.tolist()
+        parts = max(-(-(b - a) // made.most) for a, b in pairwise(made.at))
+        numbers = Numbers(len(made.at) - 1, len(self._cuts), parts)
+        (start, shares), each = self._starts(numbers), numbers.each
+        known, begins, pace = self._step[old] >= 0, start[old], shares[old]
+        number = ((piece * pace + self._share[old] + share) * numbers.atoms + self._atom[old]) * numbers.parts + part
+        level = np.where(peer >= 0, begins + PACE * number, 0).tolist()
+        first = (begins + PACE * piece * pace * each).tolist()  # on any member, for any part
+        last = (begins + PACE * ((piece + 1) * pace * each - 1)).tolist()
+        limit = self._limits(columns, known, first)
+        before, least = _lane_before(columns.lane), (PACE * piece * each).tolist()
+        for i in np.flatnonzero(peer < 0).tolist():
+            after, earlier = deps[ends[i] : ends[i + 1]], before[i]
+            if op[i] != _LOCAL:
+                level[i] = 1 + max((level[d] for d in (*after, earlier) if d >= 0), default=-1)
+                continue
+            ready = max((1 + (last[d] if known[d] else level[d]) for d in after), default=0)
+            ready = max(ready, level[earlier] if earlier >= 0 else 0)
+            level[i] = limit.get(i, max(ready, least[i]))
+            if level[i] < ready:
+                raise wrong(pieces.plan, i, "is needed before what it waits for")
+        return self._checked(pieces.plan, np.array(level, np.int64), np.array(before))
+
+    def _starts(self, numbers: Numbers) -> tuple[Ints, Ints]:
+        """Of the steps of `own`, and how many shares their steps of the flat plan touch."""
+        shares = np.ones(len(self._step), np.int64)
+        if self._flat is not None:
+            starts, shares = self._flat.starts(numbers, self._mine), self._flat.shares_of(self._mine)
+            return starts[self._step], shares[self._step]
+        lag = np.where(receives(self.own.columns.fields[0]), LAG, 0)
+        return 1 + PACE * numbers.pieces * numbers.each * self._step + lag, shares
+
+    def _limits(self, columns: Columns, known: NDArray[np.bool_], first: list[int]) -> dict[int, int]:
+        """The highest level of LOCAL steps that others, or later ones, are needed by."""
+        op, waits = columns.fields[0], np.repeat(np.arange(len(columns)), np.diff(columns.ends))
+        needed = (op[columns.deps] == _LOCAL) & known[waits]
+        limit: dict[int, int] = {}
+        for dep, step in zip(columns.deps[needed].tolist(), waits[needed].tolist(), strict=True):
+            limit[dep] = min(limit.get(dep, first[step]), first[step] - 1)
+        lowest = None
+        for i in reversed(columns.locals):
+            lowest = min((x for x in (lowest, limit.get(i)) if x is not None), default=None)
+            if lowest is not None:
+                limit[i] = lowest
+        return limit
+
+    def _checked(self, plan: Plan, level: Ints, before: Ints) -> Ints:
+        """`level`, which rises along lanes and deps."""
+        columns = plan.columns
+        waits, local = np.repeat(np.arange(len(level)), np.diff(columns.ends)), columns.fields[0] == _LOCAL
+        short = (before >= 0) & (level + local <= level[before])
+        short[waits[level[waits] <= level[columns.deps]]] = True
+        if short.any():
+            raise wrong(plan, int(np.flatnonzero(short)[0]), "has a level no higher than what it waits for")
+        return level
+
+
+def _lane_before(lanes: Ints) -> list[int]:
+    """For each step the one before it in its lane, or -1."""
+    steps, before = np.argsort(lanes, kind="stable"), np.full(len(lanes), -1)
+    same = np.diff(lanes[steps]) == 0
+    before[steps[1:][same]] = steps[:-1][same]
+    found: list[int] = before.tolist()
+    return found
+
+
+def ordered(frame: Frame, made: Cut) -> Ordered:
+    """What the rank of `frame` does, in pieces."""
+    pieces = in_pieces(frame.own, made.at, made.most, frame.lengths.longest)
+    levels, (op, lane, *_) = frame.levels(pieces, made), pieces.plan.columns.fields
+    return Ordered(pieces.plan, tuple(np.lexsort((lane, op, levels)).tolist()), tuple(levels.tolist()))

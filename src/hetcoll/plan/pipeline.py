@@ -4,7 +4,8 @@ The engine streams a message of any length through a channel's slots by itself. 
 enqueued before it runs, one operation a piece. `pipelined` therefore draws the pieces into the plan. Every piece is the
 whole algorithm on a part of the data, and a lane runs all pieces of its first step, then all of its second: pieces of
 different steps overlap as far as lanes, deps and messages allow, and what `simulator.check` proves of a plan it proves
-of its pieces.
+of its pieces. Steps of one batch (`Plan.batches`) take turns: else who owns two parts of the data, and shares each with
+another rank, would keep the second one waiting for all of the first, and that one its own next part, and so on.
 
     cuts = ramp(length, slot // smallest)                           small at both ends, to fill and drain quickly
     plan = pipelined(plans, cuts)[rank]
@@ -22,13 +23,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import ArgumentError
 from ..types import WHOLE, Collective
-from .ir import Local, Op, Plan, Span, Step, first_mates
+from .ir import Local, Op, Plan, Span, Step
 from .simulator import follows
+from .steps import Ints
 
 Parts = tuple[Span | None, ...]
 
@@ -81,19 +84,21 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
     """
     if len(cuts) < 2 or cuts[0] != 0 or any(a >= b for a, b in pairwise(cuts)):
         raise ArgumentError(f"wanted rising cuts from 0 on, got {tuple(cuts)}")
-    if cuts[-1] == 1 or any(plan.collective is Collective.BARRIER for plan in plans):
-        return list(plans)
-    units = (most or cuts[-1]) * longest_message(plans)
-    firsts = first_mates(plans)
-    starts, shared = _starts(plans, firsts), _Shared()
-    return [
-        _pipelined(plan, tuple(cuts), units, starts[first], shared) for plan, first in zip(plans, firsts, strict=True)
-    ]
+    longest, shared = longest_message(plans), _Shared()
+    return [_pipelined(plan, cuts, most, longest, shared).plan for plan in plans]
 
 
-def keeps_steps(plan: Plan, cuts: Sequence[int], most: int | None = None) -> bool:
-    """Whether its pieces are the very same steps, in other units: one piece of a whole buffer, which fits a message."""
-    return plan.collective in WHOLE and len(cuts) == 2 and cuts[1] <= (most or cuts[1])
+class Pieces(NamedTuple):
+    """A plan in pieces. `origins` has four rows: of each step the one that it was, the number of the piece, that of the
+    share of it, and that of the message of this."""
+
+    plan: Plan
+    origins: Ints
+
+
+def in_pieces(plan: Plan, cuts: Sequence[int], most: int, longest: int) -> Pieces:
+    """One rank's, where the longest message of all ranks has so many units."""
+    return _pipelined(plan, cuts, most, longest, _Shared())
 
 
 def longest_message(plans: Sequence[Plan]) -> int:
@@ -103,15 +108,6 @@ def longest_message(plans: Sequence[Plan]) -> int:
         counts = np.where(columns.src[0] < 0, columns.dst[2], columns.src[2])[columns.peer >= 0]
         longest = max(longest, int(counts.max(initial=0)))
     return min(share_units(plans[0]), longest or 1)
-
-
-def _starts(plans: Sequence[Plan], firsts: Sequence[int]) -> dict[int, list[bool]]:
-    """For each island, and each of its LOCAL steps, whether it waits for anything but its lane, on any member."""
-    rows: dict[int, list[list[bool]]] = {first: [] for first in firsts}
-    for plan, first in zip(plans, firsts, strict=True):
-        ends = plan.columns.ends
-        rows[first].append([bool(ends[i] < ends[i + 1]) for i in plan.columns.locals])
-    return {first: [any(waits) for waits in zip_longest(*each)] for first, each in rows.items()}
 
 
 class _Shared:
@@ -127,11 +123,15 @@ class _Shared:
         return self._rows[key]
 
 
-def _pipelined(plan: Plan, cuts: tuple[int, ...], most: int, starts: list[bool], shared: _Shared) -> Plan:
+def _pipelined(plan: Plan, cuts: Sequence[int], most: int | None, longest: int, shared: _Shared) -> Pieces:
+    if cuts[-1] == 1 or plan.collective is Collective.BARRIER:
+        return Pieces(plan, np.stack([np.arange(len(plan.steps)), *[np.zeros(len(plan.steps), np.int64)] * 3]))
     n = cuts[-1]
+    most = (most or n) * longest
     steps: list[Step] = []
+    origins: list[tuple[int, int, int, int]] = []
     pieces: dict[int, list[list[list[int]]]] = {}  # of each old step, of each piece, of each share: its new steps
-    for together in _batches(plan, starts) if len(cuts) > 2 else ([i] for i in range(len(plan.steps))):
+    for together in _batches(plan) if len(cuts) > 2 else ([i] for i in range(len(plan.steps))):
         pieces.update((old, []) for old in together)
         # Of the steps that one piece of another became, a share follows its own, if it may, else the last.
         waits = {
@@ -152,30 +152,37 @@ def _pipelined(plan: Plan, cuts: tuple[int, ...], most: int, starts: list[bool],
                         steps.append(
                             Step(step.op, step.lane, part, into, step.peer, step.channel, after, local, step.compressed)
                         )
+                        origins.append((old, k, i, j))
                 pieces[old].append(mine)
-    return replace(
+    made = replace(
         plan,
         steps=tuple(steps),
         send_units=plan.send_units * n,
         recv_units=plan.recv_units * n,
         pieces=plan.pieces if plan.collective in WHOLE else plan.pieces * n,
+        batches=(),
     )
+    return Pieces(made, np.array(origins, np.int64).reshape(-1, 4).T)
 
 
-def _batches(plan: Plan, starts: list[bool]) -> list[list[int]]:
-    """The steps in an order, those together whose pieces take turns: LOCAL steps of which only the first waits.
+def _batches(plan: Plan) -> list[list[int]]:
+    """The steps in an order, those together whose pieces take turns: the plan's batches, and LOCAL steps of which only
+    the first waits.
 
     Else all pieces of one would be through before the first of the next, which is ready no later. The members of an
-    island must batch alike, since their LOCAL steps must come in the same order.
+    island batch alike, since the same LOCAL steps wait on all of them.
     """
     batches: list[list[int]] = []
     last: list[int] | None = None  # batch of LOCAL steps
-    waits = iter(starts)
+    ends, turns = {first: first + count for first, count in plan.batches}, 0
     for i, step in enumerate(plan.steps):
-        if step.op is Op.LOCAL and not next(waits) and last is not None:
+        if i < turns:
+            continue
+        if step.op is Op.LOCAL and not step.deps and last is not None:
             last.append(i)
             continue
-        batches.append([i])
+        turns = ends.get(i, i + 1)
+        batches.append([*range(i, turns)])
         if step.op is Op.LOCAL:
             last = batches[-1]
     return batches

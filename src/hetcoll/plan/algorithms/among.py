@@ -31,7 +31,7 @@ def among(entry: Algorithm) -> Algorithm:
     """
     if entry.collective not in AMONG:
         raise ArgumentError(f"{entry.collective.label} among islands has one way: that of `islands`")
-    return Algorithm(entry.name, entry.collective, partial(_draw, entry), turns=entry.turns)
+    return Algorithm(entry.name, entry.collective, partial(_draw, entry), turns=entry.turns, flat=entry)
 
 
 def _draw(entry: Algorithm, p: Draft) -> None:
@@ -51,6 +51,12 @@ class _Inside(Steps):
     """LOCAL steps bring regions together: `ready` has the last one of each."""
 
     ready: Ints
+
+    def run(self, *, skip: int | None = None) -> None:
+        """As of all `Steps`: what one of the flat plan has become is a batch."""
+        super().run(skip=skip)
+        many = np.flatnonzero(self.count > 1)
+        self.p.batches += zip(self.begin[many].tolist(), self.count[many].tolist(), strict=True)
 
     def before(self) -> tuple[Ints, Ints, Ints]:
         rows = [self.regions(np.where(x[0] == Buf.SCRATCH, -1, x)) for x in (self.steps.src, self.steps.dst)]

@@ -172,7 +172,7 @@ class Whole(Steps):
         start = begins[atom] * each + start * length
         if buf is None:
             buf = np.array([self.held, self.into, Buf.SCRATCH])[which]
-            start = start + np.where(which == Buf.SCRATCH, self.shift + copy, 0) * self.units
+            start = start + np.where(which == Buf.SCRATCH, self.shift + copy, 0).astype(start.dtype) * self.units
         return Placed(row, atom, table_of(buf, start, count * length))
 
     def regions(self, spans: Numbers) -> tuple[Ints, Ints]:
@@ -224,15 +224,19 @@ class Shares(Steps):
         row, region, begin, length, copy = (each[piece] for each in cut[:5])
         large = cut.large[piece]
         size, whole = sizes[region], self.p.size * self.pieces
-        share, rest = np.divmod(begins[atom] * size, self.common)
+        at = begins[atom] * size
+        share = at // self.common
+        rest = at - share * self.common
         each = (ends - begins)[atom] * size
         inner, count = rest * self.flat.pieces + begin * each, length * each
-        wide = members[firsts[region] + share.astype(np.int64)] * self.pieces + inner
+        copy, owner = (each.astype(inner.dtype) for each in (copy, members[firsts[region] + share.astype(np.int64)]))
+        wide = owner * self.pieces + inner
         if buf is not None:
             return Placed(row, atom, table_of(buf, wide, count))
         which = spans[0][row].astype(np.int64)
         if not self.scatters:
-            start = np.where(large, wide, inner) + copy * np.where(large, whole, self.pieces)
+            room = np.array([self.pieces, whole], inner.dtype)[large.astype(np.int64)]
+            start = np.where(large, wide, inner) + copy * room
             return Placed(row, atom, table_of(which, start, count))
         scratch, given = which == Buf.SCRATCH, which == Buf.SEND
         start = np.where(

@@ -21,7 +21,7 @@ A user's own algorithm, the whole of it (`tests/plan/test_algorithms.py` runs it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -87,6 +87,7 @@ class Draft(Builder):
     redundant: bool = False
     ordered: bool = False
     equal: bool = False
+    batches: list[tuple[int, int]] = field(default_factory=list)
 
     def others(self) -> list[int]:
         """Every rank but this one, in order."""
@@ -195,7 +196,7 @@ class Draft(Builder):
             self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, self.steps,
             self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
             self.apart, self.compress, self.staged, self.stretches, self.redundant, self.ordered,
-            self.equal,
+            self.equal, tuple(self.batches),
         )  # fmt: skip
 
 
@@ -222,7 +223,7 @@ class Algorithm(NamedTuple):
     host have so many cores, if a plan has so many units; see `cut` and `stretched`. `ordered`: it reduces every element
     in the order of ranks where the draft says so. `turns`: where it is not ordered and compresses nothing, rank r does
     what rank 0 does, with all peers r further round the ring; so does one of equal islands beside the first. `equal`:
-    for shares of one length, and so not for forms with counts.
+    for shares of one length, and so not for forms with counts. `flat`: what this one runs among the islands.
     """
 
     name: str
@@ -234,6 +235,7 @@ class Algorithm(NamedTuple):
     ordered: bool = False
     turns: bool = False
     equal: bool = False
+    flat: Algorithm | None = None
 
     @property
     def cost(self) -> Callable[[int], Cost] | None:

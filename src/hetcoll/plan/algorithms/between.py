@@ -7,7 +7,8 @@ island. A part is added up between the islands by the owner on the part's own is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -17,6 +18,15 @@ from ..costs import Groups
 from ..ir import Spans
 from ..steps import MOST_NUMBERS, Ints, Numbers
 from .base import Draft, each, inp, out
+
+
+@contextmanager
+def together(p: Draft) -> Iterator[None]:
+    """Whatever is added meanwhile, to one lane, is one step for several parts of the data: see `Plan.batches`."""
+    first = len(p.lanes)
+    yield
+    if len(p.lanes) > first + 1:
+        p.batches.append((first, len(p.lanes) - first))
 
 
 class Place:
@@ -82,26 +92,37 @@ def reduce_between(p: Draft, at: Place, summed: int | None) -> list[int | None]:
     held = inp if at.k == 1 else out
     leaving = parts.spans(hosts, atoms, sizes)
     owners = parts.owners(hosts, atoms)
+    n, first = len(atoms), len(p.lanes)
     sent, ready = p.roundeds(9, leaving, each(held, leaving.start, leaving.count), summed, owners)
     p.sends(2, sent, owners, after=[ready])
-    n, hosts = len(atoms), (at.i - distance) % at.m
+    hosts = (at.i - distance) % at.m
     owners, mine = parts.owners(hosts, atoms), parts.spans(np.array([at.i]), atoms, sizes)
     p.recv_reduces(3, mine, each(held, mine.start, mine.count), owners[:n], after=[summed])
     again = parts.spans(np.full(at.m - 2, at.i), atoms, sizes)
     final: list[int | None] = p.recv_reduces(3, again, again, owners[n:])[-n:].tolist()
-    for k in range(n):
-        span = out(int(mine.start[k]), int(sizes[k]))
+    spans = [out(int(mine.start[k]), int(sizes[k])) for k in range(n)]
+    final = [p.scaled(8, span, step) for span, step in zip(spans, final, strict=True)]
+    for k, span in enumerate(spans):
         others = parts.owners(hosts, atoms[k : k + 1]).tolist() if p.slow else ()
-        _, final[k] = p.rounded(10, span, span, p.scaled(8, span, final[k]), others)
+        _, final[k] = p.rounded(10, span, span, final[k], others)
+    _one_host_each(p, first, n)
     return final
+
+
+def _one_host_each(p: Draft, first: int, atoms: int) -> None:
+    """The steps from `first` on are one for each atom, then the same with another host."""
+    if atoms > 1:
+        p.batches += ((begin, atoms) for begin in range(first, len(p.lanes), atoms))
 
 
 def gather_between(p: Draft, at: Place, final: Sequence[int | None]) -> int:
     """Lanes 4 and 5. Each of my parts is `final` after one of these steps: the one after which all others have come."""
     parts, (atoms, sizes), distance = at.parts, at.atoms, np.arange(1, at.m)
     ready = np.full((at.m - 1) * len(atoms), -1)
-    ready[: len(atoms)] = final
+    ready[: len(atoms)], first = final, len(p.lanes)
     own, owners = parts.spans(np.full(at.m - 1, at.i), atoms, sizes), parts.owners((at.i + distance) % at.m, atoms)
     p.sends(4, own, owners, channel=1, after=[ready])
     hosts = (at.i - distance) % at.m
-    return int(p.recvs(5, parts.spans(hosts, atoms, sizes), parts.owners(hosts, atoms), channel=1)[-1])
+    came = p.recvs(5, parts.spans(hosts, atoms, sizes), parts.owners(hosts, atoms), channel=1)
+    _one_host_each(p, first, len(atoms))
+    return int(came[-1])

@@ -12,7 +12,7 @@ their distance, so that a message waits only for earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, zip_longest
@@ -20,7 +20,7 @@ from itertools import pairwise, zip_longest
 from ...types import Collective
 from ..ir import Buf, Span
 from .base import Algorithm, Draft, inp, out, tmp
-from .between import Place, gather_between, reduce_between
+from .between import Place, gather_between, reduce_between, together
 
 LOCAL, SEND, RECV, LAST, ROUND = 0, 1, 2, 3, 4  # lanes; all-reduce has those of `between`
 Make = Callable[[int, int], Span]  # inp, out or tmp
@@ -96,7 +96,7 @@ def allreduce(p: Draft) -> None:
         summed = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp))
     if at.m == 2:
         p.credits, p.redundant = 1, True  # both send first, and both add
-        final = list(_exchange(p, at, summed))
+        final = _exchange(p, at, summed)
         if at.k > 1:
             p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=final)
         return
@@ -106,17 +106,22 @@ def allreduce(p: Draft) -> None:
         p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=[*final, came])
 
 
-def _exchange(p: Draft, at: Split, summed: int | None) -> Iterator[int | None]:
+def _exchange(p: Draft, at: Split, summed: int | None) -> list[int | None]:
     """Of two islands: both owners of a piece send it and add what comes. As many bytes each way as in two phases, and
     nothing to wait for in between; a + b has the same bits as b + a where there
     is one NaN."""
     held, pieces = inp if at.k == 1 else out, at.crossing(1 - at.i)
-    sent: list[tuple[Span, int]] = []
-    for peer, start, count in pieces:
-        term, ready = p.rounded(9, out(start, count), held(start, count), summed, [peer])
-        sent.append((term, p.send(2, term, peer, after=[ready])))
-    for (term, step), (peer, start, count) in zip(sent, pieces, strict=True):
-        yield p.scaled(8, out(start, count), p.recv_reduce(3, out(start, count), term, peer, after=[step]))
+    with together(p):
+        terms = [p.rounded(9, out(a, n), held(a, n), summed, [peer]) for peer, a, n in pieces]
+    with together(p):
+        sent = [p.send(2, term, peer, after=[r]) for (term, r), (peer, _, _) in zip(terms, pieces, strict=True)]
+    with together(p):
+        came = [
+            p.recv_reduce(3, out(a, n), term, peer, after=[step])
+            for (term, _), step, (peer, a, n) in zip(terms, sent, pieces, strict=True)
+        ]
+    with together(p):
+        return [p.scaled(8, out(a, n), step) for step, (_, a, n) in zip(came, pieces, strict=True)]
 
 
 @_register(Collective.BROADCAST)
@@ -130,10 +135,12 @@ def broadcast(p: Draft) -> None:
         elif at.k > 1:
             known = p.local(LOCAL, Collective.BROADCAST, root=p.root, dst=out(0, at.units))
         for island in at.others(1):
-            for peer, start, count in at.crossing(island):
-                p.send(SEND, inp(start, count) if known is None else out(start, count), peer, after=[known])
+            with together(p):
+                for peer, start, count in at.crossing(island):
+                    p.send(SEND, inp(start, count) if known is None else out(start, count), peer, after=[known])
         return
-    came = [p.recv(RECV, out(start, count), peer) for peer, start, count in at.crossing(at.home)]
+    with together(p):
+        came = [p.recv(RECV, out(start, count), peer) for peer, start, count in at.crossing(at.home)]
     if at.k > 1:
         parts = at.intervals(out)
         p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
@@ -149,14 +156,16 @@ def reduce(p: Draft) -> None:
         if at.k > 1:
             mine, make = at.intervals(tmp)[at.j], tmp
             grown = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp))
-        for peer, start, count in at.crossing(at.home):
-            p.send(SEND, make(start, count), peer, after=[grown])
+        with together(p):
+            for peer, start, count in at.crossing(at.home):
+                p.send(SEND, make(start, count), peer, after=[grown])
         return
     total, grow = inp, out if at.k == 1 else tmp
     reduced: int | None = None
     for island in at.others(-1):
-        for peer, start, count in at.crossing(island):
-            reduced = p.recv_reduce(RECV, grow(start, count), total(start, count), peer)
+        with together(p):
+            for peer, start, count in at.crossing(island):
+                reduced = p.recv_reduce(RECV, grow(start, count), total(start, count), peer)
         total = grow
     if at.k > 1:
         for j, (term, result) in enumerate(zip(at.intervals(inp), at.intervals(out), strict=True)):
@@ -258,10 +267,12 @@ def allgather(p: Draft) -> None:
     else:
         p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
     for island in at.others(1):
-        for peer, piece in at.mine(island):
-            p.send(SEND, inp(piece.start, piece.count), peer)
+        with together(p):
+            for peer, piece in at.mine(island):
+                p.send(SEND, inp(piece.start, piece.count), peer)
     for island in at.others(-1):
-        came = [p.recv(RECV, at.span(out, piece), piece.rank) for piece in at.own(island)]
+        with together(p):
+            came = [p.recv(RECV, at.span(out, piece), piece.rank) for piece in at.own(island)]
         for parts in at.rows(out, island, merge=True) if at.k > 1 else ():
             p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
 
@@ -277,18 +288,22 @@ def reduce_scatter(p: Draft) -> None:
             make, part = tmp, parts[at.j]
             dst = None if part is None else tmp(part.start, part.count)
             grown = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=dst, parts=parts)
-        for piece in at.own(island):
-            sent, ready = p.rounded(ROUND, at.span(tmp, piece), at.span(make, piece), grown, [piece.rank])
-            p.send(SEND, sent, piece.rank, after=[ready])
+        pieces = at.own(island)
+        with together(p):
+            terms = [p.rounded(ROUND, at.span(tmp, x), at.span(make, x), grown, [x.rank]) for x in pieces]
+        with together(p):
+            for (sent, ready), piece in zip(terms, pieces, strict=True):
+                p.send(SEND, sent, piece.rank, after=[ready])
     ready = None
     if at.k > 1:
         ready = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=out(0, at.pieces), parts=at.shares(inp))
     first = ready
     for d, island in enumerate(at.others(-1)):
-        for peer, piece in at.mine(island):
-            fresh = d == 0 and at.k == 1
-            term = at.span(inp, piece) if fresh else out(piece.start, piece.count)
-            ready = p.recv_reduce(RECV, out(piece.start, piece.count), term, peer, after=[first])
+        with together(p):
+            for peer, piece in at.mine(island):
+                fresh = d == 0 and at.k == 1
+                term = at.span(inp, piece) if fresh else out(piece.start, piece.count)
+                ready = p.recv_reduce(RECV, out(piece.start, piece.count), term, peer, after=[first])
     p.scaled(LAST, out(0, at.pieces), ready)
 
 
@@ -297,8 +312,9 @@ def gather(p: Draft) -> None:
     """The members of the root's island get an interval each of every other's region, and gather it at the root."""
     at = Regions(p)
     if at.i != at.home:
-        for peer, piece in at.mine(at.home):
-            p.send(SEND, inp(piece.start, piece.count), peer)
+        with together(p):
+            for peer, piece in at.mine(at.home):
+                p.send(SEND, inp(piece.start, piece.count), peer)
         return
     is_root = p.rank == p.root
     if at.k > 1:
@@ -308,10 +324,11 @@ def gather(p: Draft) -> None:
         p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
     p.scratch_like, p.scratch_copies = Buf.RECV, int(at.m > 1 and not is_root)
     for island in at.others(-1):
-        came = [p.recv(RECV, at.span(out if is_root else tmp, piece), piece.rank) for piece in at.own(island)]
+        with together(p):
+            came = [p.recv(RECV, at.span(out if is_root else tmp, piece), piece.rank) for piece in at.own(island)]
         for parts in at.rows(out, island) if at.k > 1 else ():
             src, others = _beside_root(p, at, parts)
-            p.local(LOCAL, Collective.GATHER, root=p.root, src=src, parts=others, after=came if src else [])
+            p.local(LOCAL, Collective.GATHER, root=p.root, src=src, parts=others, after=came)
 
 
 def _beside_root(p: Draft, at: Regions, parts: tuple[Span | None, ...]) -> tuple[Span | None, list[Span | None]]:
@@ -327,8 +344,9 @@ def scatter(p: Draft) -> None:
     """The root scatters every region over the members of its island, who send the pieces to their owners."""
     at = Regions(p)
     if at.i != at.home:
-        for peer, piece in at.mine(at.home):
-            p.recv(RECV, out(piece.start, piece.count), peer)
+        with together(p):
+            for peer, piece in at.mine(at.home):
+                p.recv(RECV, out(piece.start, piece.count), peer)
         return
     is_root = p.rank == p.root
     p.scratch_copies = int(at.m > 1 and not is_root)
@@ -337,8 +355,9 @@ def scatter(p: Draft) -> None:
         for parts in at.rows(inp, island) if at.k > 1 else ():
             dst, others = _beside_root(p, at, parts)
             came = p.local(LOCAL, Collective.SCATTER, root=p.root, dst=dst, parts=others)
-        for piece in at.own(island):
-            p.send(SEND, at.span(inp if is_root else tmp, piece), piece.rank, after=[] if is_root else [came])
+        with together(p):
+            for piece in at.own(island):
+                p.send(SEND, at.span(inp if is_root else tmp, piece), piece.rank, after=[came])
     if at.k > 1:
         own = at.shares(inp) if is_root else ()
         p.local(LOCAL, Collective.SCATTER, root=p.root, dst=out(0, at.pieces), parts=own)

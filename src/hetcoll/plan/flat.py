@@ -1,0 +1,182 @@
+"""When the steps of plans start, of one rank for each island: `order` says what for.
+
+A message is one node of a graph here: its receive starts `LAG` after its send. Edges say what starts after what. Those
+of weights above 0 give an order of the nodes, or else ranks wait for each other. Where a rank sends before it receives,
+and so overwrites what it sent, edges of other weights may lead back: nodes are raised until these are satisfied, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..types import WHOLE
+from .ir import Op, Plan
+from .pieces import SLOTS
+from .pipeline import longest_message, share_units
+from .simulator.node import wrong
+from .steps import Ints
+
+LAG = SLOTS
+"""Levels from what a rank does for another one to what that does then."""
+PACE = 2
+"""Levels from one message of a lane to the next."""
+_SEND, _RECV, _RECV_REDUCE = Op.SEND, Op.RECV, Op.RECV_REDUCE  # members are slow to look up
+
+
+class Numbers(NamedTuple):
+    """Of how many messages a step of a flat plan consists, for each share that it touches: `pieces`, for each of
+    `atoms`, cut into `parts`."""
+
+    pieces: int
+    atoms: int
+    parts: int
+
+    @property
+    def each(self) -> int:
+        """Of one piece."""
+        return self.atoms * self.parts
+
+
+class Flat:
+    """The plans of as many ranks as there are islands, or of one that stands for all, and what each step waits for.
+
+    Raises
+    ------
+    PlanError
+        Not all messages are received.
+    """
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        columns = [plan.columns for plan in plans]
+        spans = [(each.src, each.dst) for each in columns]
+        self.plans, self.longest = plans, longest_message(plans)
+        self._begins = np.cumsum([0, *map(len, columns)])
+        self._plan = np.repeat(np.arange(len(plans)), np.diff(self._begins))  # whose each step is
+        self._op, self._lane, self._peer, self._channel, _ = np.concatenate([each.fields for each in columns], axis=1)
+        self._src, self._dst = (np.concatenate(each, axis=1) for each in zip(*spans, strict=True))
+        self._touched = self._shares()
+        steps, lanes = np.arange(len(self._plan)), np.lexsort((self._lane, self._plan))
+        same = (np.diff(self._lane[lanes]) == 0) & (np.diff(self._plan[lanes]) == 0)
+        self._lanes = np.stack([lanes[:-1][same], lanes[1:][same]])
+        deps = [each.deps + begin for each, begin in zip(columns, self._begins, strict=False)]
+        ends = np.concatenate([np.diff(each.ends) for each in columns])
+        self._deps = np.stack([np.concatenate(deps), np.repeat(steps, ends)])
+        sent, received = self._messages()
+        self._node, self._after = steps.copy(), np.zeros_like(steps)  # a message is one node
+        self._node[received], self._after[received] = sent, LAG
+
+    def _shares(self) -> Ints:
+        """How many shares each step touches."""
+        share, found = share_units(self.plans[0]), np.ones(len(self._plan), np.int64)
+        if self.plans[0].collective not in WHOLE:
+            for buf, start, count in (self._src, self._dst):
+                touched = np.where(buf >= 0, (start + count - 1) // share - start // share + 1, 1)
+                found = np.maximum(found, touched.astype(np.int64))
+        return found
+
+    def _messages(self) -> tuple[Ints, Ints]:
+        """The sends, and the receive of each. One plan that stands for all is sent what it sends."""
+        sends, recvs = np.flatnonzero(self._op == _SEND), np.flatnonzero(receives(self._op))
+        size, rank, to, channels = self.plans[0].size, self._plan, self._peer[sends], 1 + self._channel.max(initial=0)
+        if len(self.plans) == 1:
+            rank = np.full_like(rank, self.plans[0].rank)
+            source, to = (2 * rank[sends] - to) % size, rank[sends]
+        else:
+            source = rank[sends]
+        ends = []
+        for steps, a, b in ((sends, source, to), (recvs, self._peer[recvs], rank[recvs])):
+            fifo = (a * size + b) * channels + self._channel[steps]
+            order = np.argsort(fifo, kind="stable")
+            ends.append((fifo[order], steps[order]))
+        (fifos, sent), (others, received) = ends
+        if not np.array_equal(fifos, others):
+            raise wrong(self.plans[0], None, "not every message is received: `simulator.check` says which are not")
+        return sent, received
+
+    def shares_of(self, plan: int) -> Ints:
+        """How many shares each step of a plan touches."""
+        found: Ints = self._touched[self._begins[plan] : self._begins[plan + 1]]
+        return found
+
+    def starts(self, numbers: Numbers, plan: int) -> Ints:
+        """Of the steps of one of the plans.
+
+        Raises
+        ------
+        PlanError
+            There are none, so that ranks might wait for each other.
+        """
+        edges, weights = self._edges(numbers)
+        order, level = self._sorted(edges, weights), [1] * len(self._plan)
+        self._settle(order, edges, weights, level)
+        mine = slice(self._begins[plan], self._begins[plan + 1])
+        starts: Ints = np.array(level, np.int64)[self._node[mine]] + self._after[mine]
+        return starts
+
+    def _edges(self, numbers: Numbers) -> tuple[Ints, Ints]:
+        """Which node starts after which, by how much at least."""
+        (a, b), message = self._deps, self._peer >= 0
+        units = np.where(self._src[0] < 0, self._dst[2], self._src[2])
+        behind = (numbers.pieces - 1) * np.maximum(self._touched[a] - self._touched[b], 0) + self._touched[a] - 1
+        alike = ~message[a] | (message[b] & (units[a] == units[b]))  # or the last part is what it waits for
+        deps = 1 + PACE * (behind * numbers.each + np.where(alike, 0, numbers.parts - 1))
+        lanes = PACE * numbers.pieces * numbers.each * self._touched[self._lanes[0]]
+        edges = np.concatenate([self._lanes, self._deps], axis=1)
+        weights = np.concatenate([lanes, deps]) + self._after[edges[0]] - self._after[edges[1]]
+        return self._node[edges], weights
+
+    def _sorted(self, edges: Ints, weights: Ints) -> list[int]:
+        """The nodes, each after those that it starts after."""
+        (earlier, later), missing = edges[:, weights > 0], [0] * len(self._plan)
+        by = np.argsort(earlier, kind="stable")
+        at, laters = np.searchsorted(earlier[by], np.arange(len(missing) + 1)).tolist(), later[by].tolist()
+        for node in laters:
+            missing[node] += 1
+        ready = deque(node for node, count in enumerate(missing) if not count)
+        order = []
+        while ready:
+            node = ready.popleft()
+            order.append(node)
+            for other in laters[at[node] : at[node + 1]]:
+                missing[other] -= 1
+                if not missing[other]:
+                    ready.append(other)
+        if len(order) < len(missing):
+            raise self._deadlock(next(node for node, count in enumerate(missing) if count))
+        return order
+
+    def _settle(self, order: list[int], edges: Ints, weights: Ints, level: list[int]) -> None:
+        """Raise levels until each edge has its weight. In this order of nodes nothing is left to do after one turn,
+        but for edges back, where a rank sends before it receives what it needed no less."""
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        by = np.argsort(place[edges[0]], kind="stable")
+        rows = list(zip(*edges[:, by].tolist(), weights[by].tolist(), strict=True))
+        back = int((place[edges[0]] >= place[edges[1]]).sum())
+        raised: int | None = 0
+        for _ in range(back + 2):
+            raised = None
+            for earlier, later, weight in rows:
+                if level[earlier] + weight > level[later]:
+                    level[later] = level[earlier] + weight
+                    raised = later if place[earlier] >= place[later] else raised
+            if raised is None:
+                return
+        assert raised is not None
+        raise self._deadlock(raised)
+
+    def _deadlock(self, node: int) -> Exception:
+        plan = int(self._plan[node])
+        problem = f"deadlock with {SLOTS} slots of one message each"
+        return wrong(self.plans[plan], node - int(self._begins[plan]), problem)
+
+
+def receives(op: Ints) -> NDArray[np.bool_]:
+    """Which of these operations take messages."""
+    found: NDArray[np.bool_] = (op == _RECV) | (op == _RECV_REDUCE)
+    return found
