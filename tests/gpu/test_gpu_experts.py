@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from device_checks import Capture
-from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check, check_few, plain, shared, shared_few
+from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check, check_few, few_traffic, plain, shared, shared_few
 from gpu_kinds import device_of, has_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ SECONDS = 90.0  # kernels are compiled
 LINKS: dict[str, dict[str, Any]] = {
     "shm": {},
     "late": {"jitter": "1:1000"},
-    "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b")},
+    "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b"), "jitter": "2:300"},
 }
 
 
@@ -69,6 +69,54 @@ def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool,
         ranks.run(on_own, case, dtype, fp8, HIDDEN, form, timeout=SECONDS)
 
     run()
+
+
+def few_on_own(comm: hetcoll.Communicator) -> None:
+    few_traffic(comm, device_of(comm) if has_gpu(comm) else None)
+
+
+def test_only_routed_tokens_travel_between_hosts(whole: Start) -> None:
+    whole("cnan", **LINKS["hosts"]).run(few_on_own, timeout=SECONDS)
+
+
+def many_dispatches(comm: hetcoll.Communicator) -> None:
+    """Streams run ahead of the host's links, and nothing is read or written too early; no graph captures that."""
+    device, experts = device_of(comm), shared_few(comm, "float32", False, 2 * HIDDEN)
+    kept, stream = [], device.stream()
+    for turn in range(12):
+        random = np.random.default_rng(turn)
+        ids = random.integers(-1, PER_RANK * comm.size, (comm.size, MOST, TOPK))
+        wanted = plain(
+            Case(ids.tolist(), turn, True), comm.rank, comm.size, PER_RANK, 2 * HIDDEN, np.dtype("f4"), False
+        )
+        x, mine = DeviceArray.of(device, wanted.x), DeviceArray.of(device, ids[comm.rank].astype(np.int32))
+        received, layout = experts.dispatch(x, mine, stream=stream)
+        counts, out = DeviceArray(device, PER_RANK, "int32"), None
+        device.copy(counts.ptr, layout.counts.ptr, 4 * PER_RANK, stream)
+        if turn % 3:
+            weights = DeviceArray.of(device, np.ones((MOST, TOPK), np.float32))
+            out = [experts.combine(received, layout, weights, stream=stream) for _ in range(turn % 3)]
+        kept.append((wanted, ids[comm.rank], x, mine, counts, out))
+    device.synchronize(stream)
+    for wanted, ids, _, _, counts, out in kept:
+        assert counts.get().tolist() == wanted.counts
+        for result in out or ():
+            times = np.array([sum(each >= 0 for each in row) for row in ids.tolist()], np.float32)[:, None]
+            assert np.allclose(result.get(), times * wanted.x, rtol=1e-5)
+    device.activate()
+    with (
+        pytest.raises(ArgumentError, match="host may wait, since not all ranks are GPUs of one host"),
+        Capture(device, stream) as captured,
+    ):
+        experts.dispatch(kept[0][2], kept[0][3], stream=stream)
+    captured.close()
+    comm.barrier()
+    device.destroy_stream(stream)
+
+
+@parametrize("kinds", ["nana", "nn", "aa"], first=1)
+def test_dispatches_between_hosts_run_ahead(whole: Start, kinds: str) -> None:
+    whole(kinds, **LINKS["hosts"]).run(many_dispatches, timeout=SECONDS)
 
 
 class Little(NamedTuple):
