@@ -17,7 +17,7 @@ from .token_blocks import Blocks, Lists
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
 
-_THREADS, _PLACING = 256, 512
+_THREADS, _PLACING, _NUMBERING = 256, 512, 128
 _BLOCKS = 8  # of a multiprocessor
 
 
@@ -98,7 +98,7 @@ class TokenKernels:
         """Number the rows that travel, where those alone do."""
         if self._blocks.numbers is not None:
             late = self._blocks.late(words.get("incoming", 0) == 1)
-            self._run(self._number, self._common["size"], _PLACING, stream, table, {**words, "late": late})
+            self._run(self._number, self._common["size"], _NUMBERING, stream, table, {**words, "late": late})
 
     def combine(
         self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, table: Table, call: int, rounds: int,
