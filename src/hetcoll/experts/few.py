@@ -17,8 +17,8 @@ from .way import NUMPY
 class Few(Protocol):
     """What one kind of memory does."""
 
-    graphs: bool
-    """Whether these may capture its calls."""
+    direct: bool
+    """Whether ranks read each other's tokens; then graphs may capture calls."""
 
     def dispatch(self, x: Buffer, ids: Buffer, tokens: int, stream: int | None, timeout: float | None) -> None: ...
 
@@ -32,7 +32,7 @@ class Few(Protocol):
 class HostFew:
     """Those of a rank with its tokens in the host's memory; others may be GPUs."""
 
-    graphs = False
+    direct = False
 
     def __init__(
         self, comm: Communicator, sizes: Sizes, received: Buffer, counts: Buffer, timeout: float | None

@@ -24,7 +24,7 @@ class GpuFew:
     ) -> None:  # fmt: skip
         """`all_gpus`: all ranks have one."""
         seen: Blocks | None = SeenBlocks.offer(comm, device, sizes, stream, timeout) if all_gpus else None
-        self.graphs = seen is not None  # ranks read each other's tokens
+        self.direct = seen is not None
         self._kernels = TokenKernels(comm, device, sizes, seen or PutBlocks(comm, device, sizes, timeout))
         self._received = received
         self._own, self._places = (DeviceArray(device, n, "int32") for n in Table.words(sizes, comm.size))

@@ -58,7 +58,7 @@ class LowLatencyExperts(Common):
             source,
             "x",
             stream,
-            captured=few is not None and few.graphs,
+            captured=few is not None and few.direct,
             why=" at the first dispatch" if few is None else _WHY,
         )
         if ids.place != source.place:
@@ -92,7 +92,7 @@ class LowLatencyExperts(Common):
         if few is None or layout._number != self._dispatched - 1:
             raise ArgumentError("layout: wanted that of the last dispatch, got another")
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)
-        handle = self._begin(source, "expert_out", stream, captured=few.graphs, why=_WHY)
+        handle = self._begin(source, "expert_out", stream, captured=few.direct, why=_WHY)
         if weights is not None and weights.place != source.place:
             raise BufferTypeError(f"topk_weights: wanted memory of {source.place}, got some of {weights.place}")
         result = like(expert_out, (layout._tokens, self.hidden)) if out is None else out
