@@ -34,7 +34,9 @@ class LowLatencyExperts(Common):
     many have. On GPUs no call waits on the host.
 
     Where all ranks are GPUs of one host, each reads its tokens where the others offer them: the routed ones, each once.
-    A CUDA or HIP graph may capture the calls. Elsewhere they are put into windows, by counts that are read late.
+    A CUDA or HIP graph may capture the calls. Elsewhere ids, the routed tokens and their sums are put into windows, by
+    counts that are read late. For these a rank with a GPU pins memory of the host (``HETCOLL_PINNED_BYTES``), with
+    room for all that may come and go, and twice for tokens; an `InitError` on all ranks where one has none.
 
     The first dispatch takes the memory, and no graph captures it. Expert ids on a GPU that are out of range are none.
     """

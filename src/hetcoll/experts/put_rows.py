@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..runtime.one_sided import Window
 
 _LINE = 16
+_MOST_TEXT = 400  # of a problem
 
 
 class Sizes(NamedTuple):
@@ -95,6 +96,6 @@ class Arrivals:
 
 def agree(comm: Communicator, problem: str, timeout: float | None) -> None:
     """InitError on all ranks where one has a problem."""
-    for rank, each in enumerate(comm._core.meet("where experts' tokens go", problem.encode(), timeout)):
+    for rank, each in enumerate(comm._core.meet("where experts' tokens go", problem.encode()[:_MOST_TEXT], timeout)):
         if each:
-            raise InitError(f"memory for experts' tokens on rank {rank}: {each.decode()}")
+            raise InitError(f"memory for experts' tokens on rank {rank}: {each.decode(errors='replace')}")

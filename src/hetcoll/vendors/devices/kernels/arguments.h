@@ -120,7 +120,7 @@ struct Tokens {
   unsigned tokens, most, columns, size, rank, experts, id_bytes, fp8;  // experts: of a rank
   unsigned dense;  // whether an expert's rows follow those of the one before it, and not size * most for each
   unsigned blocks, first, room;  // in `to`; of this round
-  unsigned incoming;              // whether tokens are numbered that came, and not those that go
+  unsigned incoming;             // whether tokens are numbered that came, and not those that go
   unsigned pad;
 };
 static_assert(sizeof(Tokens) == 232, "hetcoll/vendors/devices/kernels/table.py has the same layout");
