@@ -107,7 +107,7 @@ std::shared_ptr<Transfer> Windows::ToSelf(std::uint32_t id, std::byte* memory, s
                                           int signal, bool gets, const Where& where) {
   auto transfer = std::make_shared<Transfer>();
   const Window* window = Find(id);
-  if (where.device || Copies() || (window != nullptr && window->device)) {
+  if (where.device || where.after || where.late.word != nullptr || Copies() || (window != nullptr && window->device)) {
     device_->own.push_back({transfer, id, signal, gets, memory, {pieces.begin(), pieces.end()}, where});
     return transfer;
   }

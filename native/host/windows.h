@@ -74,12 +74,20 @@ struct Transfer : Pending {
   std::uint64_t through = 0;  // requests' messages up to its last one, or to that which asks; 0: not sent yet
 };
 
+// How many elements of a put there are, of so many bytes each: a word of the host's memory, which a device may write.
+struct Late {
+  const std::uint64_t* word = nullptr;
+  std::uint64_t item = 1;
+};
+
 // Of a put's source, or of what a get fills.
 struct Where {
   bool device = false;
   Gate after = nullptr;  // neither is touched before this is true; empty: it is
   // Of a device's: the window of this rank that it is a part of, where that has another number than the peer's.
   std::optional<std::uint32_t> window{};
+  // Of a put of one piece, where this rank has a device: its length is the most, and this says it once `after` is true.
+  Late late{};
 };
 
 void End(Transfer& transfer, Refusal refusal);
@@ -197,6 +205,7 @@ class Windows {
     Placement into = {};       // where its parts go, if that is known
     std::shared_ptr<Transfer> transfer = nullptr;  // that it ends
     Gate after = nullptr;                          // it is not looked at before this is true
+    Late late{};                                   // nor before that was read
   };
   struct Outbound {
     std::deque<Item> items;
@@ -307,6 +316,8 @@ class Windows {
   Outlet& OutletOf(int peer, int channel) {
     return device_->outlets[2 * static_cast<std::size_t>(peer) + static_cast<std::size_t>(channel)];
   }
+  static std::uint64_t CountOf(const Late& late, std::uint64_t most, int peer);
+  static void Shorten(Item& item);
   bool Ready(Item& item);
   void Stage(int peer, int channel);
   void StageRest(int peer, int channel);

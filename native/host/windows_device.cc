@@ -71,10 +71,12 @@ void Windows::Release(Window& window) {
 }
 
 bool Windows::Ready(Item& item) {
-  if (!item.after) return true;
-  if (!item.after()) return false;
-  item.after = nullptr;
-  --device_->gated;
+  if (item.after) {
+    if (!item.after()) return false;
+    item.after = nullptr;
+    --device_->gated;
+  }
+  if (item.late.word != nullptr) Shorten(item);
   return true;
 }
 
@@ -276,6 +278,10 @@ bool Windows::PassOwn() {
     Own& own = queue.front();
     if (own.mark == 0) {
       if (own.where.after && !own.where.after()) break;
+      if (own.where.late.word != nullptr) {
+        own.pieces[0].nbytes = CountOf(own.where.late, own.pieces[0].nbytes, rank_);
+        own.where.late = {};
+      }
       std::vector<Run> runs;
       for (const Piece& p : own.pieces) runs.push_back({p.there, p.nbytes});
       const Refusal refusal = Check(own.id, runs, own.signal);

@@ -1,5 +1,6 @@
 // What one-sided messages send: requests, answers, and what goes with them.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -13,7 +14,7 @@ std::shared_ptr<Transfer> Windows::Put(std::uint32_t id, int peer, const std::by
   if (auto seen = PutSeen(id, peer, src, pieces, signal, where)) return seen;
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
-  transfer->asks = Asks(id, peer, pieces);
+  transfer->asks = where.late.word == nullptr && Asks(id, peer, pieces);
   Request(transfer, {.id = id, .ask = transfer->asks ? Ask::kPlace : Ask::kPut, .signal = signal}, pieces, src, where);
   return transfer;
 }
@@ -78,6 +79,7 @@ void Windows::Request(const std::shared_ptr<Transfer>& transfer, const Head& for
     item.device = where.device;
     item.straight = where.device && transfer->asks;
   }
+  item.late = where.late;
   item.transfer = transfer;
   Queue(peer, kRequests, std::move(item));
 }
@@ -114,6 +116,39 @@ void Windows::Answer(int peer, Refusal refusal, std::span<const Run> runs, std::
   Queue(peer, kAnswers, std::move(item));
 }
 
+// In bytes. More than the caller's bound, with which all was checked, ends the communicator: who waits for the put
+// would wait in vain.
+std::uint64_t Windows::CountOf(const Late& late, std::uint64_t most, int peer) {
+  const std::uint64_t count = std::atomic_ref(*const_cast<std::uint64_t*>(late.word)).load(std::memory_order_acquire);
+  if (count <= most / late.item) return count * late.item;
+  throw Fault(FaultKind::kSystem, peer,
+              "a put to rank " + std::to_string(peer) + ": its late count is " +
+                  std::to_string(static_cast<std::int64_t>(count)) + ", and " + std::to_string(most / late.item) +
+                  " was the most");
+}
+
+// To as many bytes as there are of a put of one piece.
+void Windows::Shorten(Item& item) {
+  Head head;
+  Run run;
+  std::memcpy(&head, item.own.data(), sizeof head);
+  const bool pull = head.ask == Ask::kPull;
+  std::byte* table = item.own.data() + sizeof head;
+  if (pull) std::memcpy(&run, table, sizeof run);
+  std::uint64_t& nbytes = pull ? run.nbytes : head.nbytes;
+  nbytes = CountOf(item.late, nbytes, item.transfer->peer);
+  if (pull) {
+    std::memcpy(table, &run, sizeof run);
+  } else if (nbytes == 0) {
+    head.pieces = 0;
+    item.parts.pop_back();
+  } else {
+    item.parts.back().nbytes = nbytes;
+  }
+  std::memcpy(item.own.data(), &head, sizeof head);
+  item.late = {};
+}
+
 // What is lent is read before it is answered, and who waits for the answer keeps it until then.
 bool Windows::Send(Links& links, int peer, int channel) {
   Outbound& out = peers_[static_cast<std::size_t>(peer)].out[static_cast<std::size_t>(channel)];
@@ -122,7 +157,7 @@ bool Windows::Send(Links& links, int peer, int channel) {
   if (device_ != nullptr) Stage(peer, channel);
   for (int turn = 0; turn < kTurn && !out.items.empty() && !out.held;) {
     Item& item = out.items.front();
-    if (item.after) break;
+    if (item.after || item.late.word != nullptr) break;
     if (item.exposes) ExposeFor(links, item);
     const Part& part = item.parts[item.next];
     const bool straight = part.device && item.straight, lends = part.lends || straight;

@@ -227,17 +227,24 @@ class PyEngine {
   }
 
   // Pieces of memory from `address` on to (or, `gets`, from) a peer's window; `pieces` is rows of Piece. `device`: it
-  // is not the host's, and not touched before `after`. `own`: see Where.
+  // is not the host's, and not touched before `after`. `own`, `late` (and bytes of an element): see Where.
   Ticket Transfer(bool gets, std::uint32_t window, int peer, std::uintptr_t address, nb::handle pieces, int signal,
-                  bool device, const std::optional<PyGate>& after, std::optional<std::uint32_t> own) {
+                  bool device, const std::optional<PyGate>& after, std::optional<std::uint32_t> own,
+                  std::uintptr_t late, std::uint64_t item) {
     HostBuffer rows;
     if (!rows.Read(pieces.ptr(), false) || ItemSize(rows.dtype()) != 8 || rows.count() % 3 != 0) {
       throw nb::value_error("rows of three 64-bit integers were wanted");
     }
     const std::span<const Piece> span(reinterpret_cast<const Piece*>(rows.data()), rows.count() / 3);
-    nb::gil_scoped_release release;
     auto* memory = reinterpret_cast<std::byte*>(address);
-    const Where where{device, after ? after->gate : nullptr, own};
+    if (late != 0 && (gets || span.size() != 1 || item == 0)) {
+      throw nb::value_error("a late count is of a put of one piece");
+    }
+    nb::gil_scoped_release release;
+    const Where where{device,
+                      after ? after->gate : nullptr,
+                      own,
+                      {reinterpret_cast<const std::uint64_t*>(late), late == 0 ? 1 : item}};
     return {engine_.AskWindows([&](Windows& windows) -> std::shared_ptr<Pending> {
       return gets ? windows.Get(window, peer, memory, span, where)
                   : windows.Put(window, peer, memory, span, signal, where);

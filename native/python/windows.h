@@ -73,7 +73,7 @@ inline void BindWindows(nb::class_<PyEngine>& engine) {
           [](PyEngine& e, std::uint32_t id) { e.engine().AskWindows([&](Windows& windows) { windows.Close(id); }); },
           Free())
       .def("transfer", &PyEngine::Transfer, "gets"_a, "window"_a, "peer"_a, "address"_a, "pieces"_a, "signal"_a,
-           "device"_a = false, "after"_a = nb::none(), "own"_a = nb::none())
+           "device"_a = false, "after"_a = nb::none(), "own"_a = nb::none(), "late"_a = 0, "item"_a = 1)
       .def("expect",
            [](PyEngine& e, std::uint32_t id, std::size_t index, std::uint64_t value) {
              return Ticket{e.engine().AskWindows([&](Windows& windows) { return windows.Expect(id, index, value); })};

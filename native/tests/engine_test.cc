@@ -118,6 +118,7 @@ void ClosingDevices();
 void ClosingSeenWindows();
 void SlowDevices();
 void PutsBehindEachOther();
+void LateCounts();
 void UnlikeWindows();
 void TablesOfMoves();
 void GatedTransfers();
@@ -225,6 +226,7 @@ constexpr Scenario kScenarios[] = {
     {"windows of devices that see each other: closed", ClosingSeenWindows},
     {"windows of slow devices", SlowDevices},
     {"puts behind each other", PutsBehindEachOther},
+    {"puts of late counts", LateCounts},
     {"windows of unlike numbers", UnlikeWindows},
     {"tables of moves", TablesOfMoves},
     {"windows of devices: streams", GatedTransfers},

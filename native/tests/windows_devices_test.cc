@@ -1,5 +1,8 @@
 // One-sided messages of memory that a device alone may touch.
 
+#include <array>
+#include <atomic>
+
 #include "window_calls.h"
 
 namespace hetcoll::testing {
@@ -71,6 +74,47 @@ void PutsBehindEachOther() {
   CHECK(begun == 3000, "%zu bytes of 3000 were begun before the first copy had ended", std::size_t{begun});
   for (const auto& put : puts) CHECK(Wait(job.engine(1), put), "put");
   CHECK(std::equal(before.begin(), before.begin() + 3000, windows[0].begin()), "what was put");
+}
+
+// How much a put has is read when what comes before it is there: by slots, by an owner that reads, from the host's
+// memory, and to the own window.
+void LateCounts() {
+  constexpr std::uint64_t kItem = 4;
+  enum { kSlots, kSeen, kHost };
+  for (const auto kind : {kSlots, kSeen, kHost}) {
+    TwoSlowDevices both;
+    Engine& e = both.job.engine(1);
+    const Bytes other = Pattern(4096, 5), own = both.windows[1];
+    const Bytes& from = kind == kSeen ? both.windows[1] : other;
+    const bool device = kind != kHost;
+    const std::byte* src = device ? FakeCopier::Far(from.data()) : from.data();
+    const auto put = [&](int peer, const std::uint64_t& word, Gate after) {
+      const Where where{device, std::move(after), {}, {&word, kItem}};
+      return e.AskWindows(
+          [&](auto& w) { return w.Put(kWindow, peer, src, std::array{Piece{0, 2000, 400}}, 0, where); });
+    };
+    for (const int peer : {0, 1}) {
+      Bytes want = both.windows[static_cast<std::size_t>(peer)];
+      std::uint64_t arrived = 0;
+      for (const std::uint64_t count : {0, 25, 100}) {
+        std::atomic<bool> there = false;
+        std::uint64_t word = ~std::uint64_t{0};
+        const auto late = put(peer, word, [&] { return there.load(); });
+        word = count;
+        there.store(true);
+        CHECK(Wait(e, late), "a put of %zu: %s", std::size_t{count}, e.failure().text.c_str());
+        std::memcpy(want.data() + 2000, (kind == kSeen ? own : other).data(), count * kItem);
+        CHECK(both.windows[static_cast<std::size_t>(peer)] == want, "what %zu elements are", std::size_t{count});
+        CHECK(both.job.engine(peer).AskWindows([](auto& w) { return w.Signal(kWindow, 0); }) == ++arrived, "a signal");
+      }
+    }
+    const std::uint64_t word = 101;
+    const Bytes before = both.windows[0];
+    CHECK(!Wait(e, put(0, word, nullptr)), "more than there is room for");
+    CHECK(e.failure().text.starts_with("a put to rank 0: its late count is 101, and 100 was the most"), "%s",
+          e.failure().text.c_str());
+    CHECK(both.windows[0] == before, "more than there was room for was written");
+  }
 }
 
 // A window is closed while a device reads it or writes it, by either rank.

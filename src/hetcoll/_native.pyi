@@ -387,10 +387,13 @@ class Engine(_Verbs):
         device: bool = False,
         after: Gate | None = None,
         own: int | None = None,
+        late: int = 0,
+        item: int = 1,
     ) -> Ticket:
         """`pieces` is rows of three 64-bit integers, in bytes: offset here, offset in the window, length. `device`:
         what is at `address` is a GPU's, and not touched before `after`; `own`: and a part of this window of this rank,
-        where that has another number than the peer's."""
+        where that has another number than the peer's. `late`: the address of a 64-bit integer that says after that how
+        many elements, of `item` bytes, the only piece of a put has: its length is the most."""
 
     def expect(self, window: int, signal: int, value: int) -> Ticket: ...
     def signal(self, window: int, signal: int) -> int: ...

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from expert_calls import MOST, PER_RANK, TOPK, Case, check, check_few, eighths
+from expert_calls import MOST, PER_RANK, TOPK, Case, check, check_few, eighths, few_traffic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
@@ -121,6 +121,7 @@ def traffic(comm: hetcoll.Communicator) -> None:
 
 def test_only_routed_tokens_travel(pool: Pool) -> None:
     pool(3).run(traffic)
+    pool(3).run(few_traffic)
 
 
 def mistakes(comm: hetcoll.Communicator) -> None:

@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from device_checks import Capture
-from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check, check_few, plain, shared, shared_few
+from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check, check_few, few_traffic, plain, shared, shared_few
 from gpu_kinds import device_of, has_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,21 +20,29 @@ from ranks import Ranks
 from thorough import parametrize
 
 import hetcoll
-from hetcoll import ArgumentError, BufferTypeError, CollectiveMismatchError, DeviceError, PeerLostError
-from hetcoll.experts import Experts
+from hetcoll import (
+    ArgumentError,
+    BufferTypeError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DeviceError,
+    InitError,
+    PeerLostError,
+)
+from hetcoll.experts import Experts, LowLatencyExperts
 from hetcoll.experts.by_kernels import ByKernels
 from hetcoll.experts.by_windows import ByWindows
 from hetcoll.experts.token_kernels import TokenKernels
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.mapped import MappedMemory
-from hetcoll.gpu.pinned import Pinned
+from hetcoll.gpu.pinned import Pinned, PinnedMemory
 
 Start = Callable[..., Ranks]
 SECONDS = 90.0  # kernels are compiled
 LINKS: dict[str, dict[str, Any]] = {
     "shm": {},
     "late": {"jitter": "1:1000"},
-    "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b")},
+    "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b"), "jitter": "2:300"},
 }
 
 
@@ -69,6 +77,66 @@ def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool,
         ranks.run(on_own, case, dtype, fp8, HIDDEN, form, timeout=SECONDS)
 
     run()
+
+
+def few_on_own(comm: hetcoll.Communicator) -> None:
+    few_traffic(comm, device_of(comm) if has_gpu(comm) else None)
+
+
+def test_only_routed_tokens_travel_between_hosts(whole: Start) -> None:
+    whole("cnan", **LINKS["hosts"]).run(few_on_own, timeout=SECONDS)
+
+
+def many_dispatches(comm: hetcoll.Communicator) -> None:
+    """Streams run ahead of the host's links, and nothing is read or written too early; no graph captures that."""
+    device, experts = device_of(comm), shared_few(comm, "float32", False, 2 * HIDDEN)
+    kept, stream = [], device.stream()
+    for turn in range(12):
+        random = np.random.default_rng(turn)
+        ids = random.integers(-1, PER_RANK * comm.size, (comm.size, MOST, TOPK))
+        wanted = plain(
+            Case(ids.tolist(), turn, True), comm.rank, comm.size, PER_RANK, 2 * HIDDEN, np.dtype("f4"), False
+        )
+        x, mine = DeviceArray.of(device, wanted.x), DeviceArray.of(device, ids[comm.rank].astype(np.int32))
+        received, layout = experts.dispatch(x, mine, stream=stream)
+        counts, out = DeviceArray(device, PER_RANK, "int32"), None
+        device.copy(counts.ptr, layout.counts.ptr, 4 * PER_RANK, stream)
+        if turn % 3:
+            weights = DeviceArray.of(device, np.ones((MOST, TOPK), np.float32))
+            out = [experts.combine(received, layout, weights, stream=stream) for _ in range(turn % 3)]
+        kept.append((wanted, ids[comm.rank], x, mine, counts, out))
+    device.synchronize(stream)
+    for wanted, ids, _, _, counts, out in kept:
+        assert counts.get().tolist() == wanted.counts
+        for result in out or ():
+            times = np.array([sum(each >= 0 for each in row) for row in ids.tolist()], np.float32)[:, None]
+            assert np.allclose(result.get(), times * wanted.x, rtol=1e-5)
+    device.activate()
+    with (
+        pytest.raises(ArgumentError, match="host may wait, since not all ranks are GPUs of one host"),
+        Capture(device, stream) as captured,
+    ):
+        experts.dispatch(kept[0][2], kept[0][3], stream=stream)
+    captured.close()
+    comm.barrier()
+    device.destroy_stream(stream)
+
+
+def no_memory(comm: hetcoll.Communicator) -> None:
+    x, ids = DeviceArray(device_of(comm), (4, 8)), DeviceArray(device_of(comm), (4, 1), "int32")
+    lacks = mock.patch.object(PinnedMemory, "__init__", side_effect=InitError("none"))
+    with (
+        LowLatencyExperts(comm, comm.size, 8, "float32", 4, 1) as experts,
+        lacks if comm.rank == 1 else contextlib.nullcontext(),
+        pytest.raises(InitError, match="memory for experts' tokens on rank 1: none"),
+    ):
+        experts.dispatch(x, ids)
+
+
+@parametrize("kinds", ["nana", "nn", "aa"], first=1)
+def test_dispatches_between_hosts_run_ahead(whole: Start, kinds: str) -> None:
+    whole(kinds, **LINKS["hosts"]).run(many_dispatches, timeout=SECONDS)
+    whole(kinds, **LINKS["hosts"]).run(no_memory)
 
 
 class Little(NamedTuple):
@@ -360,11 +428,44 @@ def lose(comm: hetcoll.Communicator, form: Any) -> None:
     assert caught.value.rank == 1
 
 
-@pytest.mark.parametrize(("kinds", "form"), [("nn", shared), ("na", shared_few)])
-def test_a_rank_dies_and_no_gpu_waits_for_it(placed: Start, kinds: str, form: Any) -> None:
-    ranks = placed(kinds)
+@pytest.mark.parametrize(
+    ("kinds", "form", "hosts"), [("nn", shared, "aa"), ("na", shared_few, "aa"), ("na", shared_few, "ab")]
+)
+def test_a_rank_dies_and_no_gpu_waits_for_it(placed: Start, kinds: str, form: Any, hosts: str) -> None:
+    ranks = placed(kinds, HETCOLL_HOST_ID=tuple(hosts))
     ranks.start(lose, form)
     found = ranks.finish(SECONDS)
     ranks.kill(1)
     assert found[1].died == 3
     assert found[0].problem() == ""
+
+
+def late(comm: hetcoll.Communicator) -> str:
+    """All meet in a dispatch, and what rank 1 is to put never comes: no call of the other's would end its wait."""
+    device, experts = device_of(comm), shared_few(comm, "float32", False)
+    x, ids = DeviceArray(device, (2, HIDDEN)), DeviceArray.of(device, np.zeros((2, TOPK), np.int32))
+    experts.dispatch(x, ids)
+    device.synchronize()
+    if comm.rank == 1:
+        blocks: Any = experts._few._kernels._blocks  # type: ignore[union-attr]
+        with mock.patch.object(blocks, "_put"):
+            experts.dispatch(x, ids)
+    else:
+        experts.dispatch(x, ids, timeout=1)
+        device.synchronize()
+
+    def meet_until_told() -> None:
+        while True:
+            comm.barrier()
+            time.sleep(0.02)
+
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        meet_until_told()
+    device.synchronize()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kinds", ["na"])
+def test_streams_wait_for_what_is_put_no_longer_than_they_may(placed: Start, kinds: str) -> None:
+    for text in placed(kinds, HETCOLL_HOST_ID=("a", "b")).run(late, timeout=SECONDS):
+        assert "rank 0: dispatch of experts did not finish in 1 s" in text

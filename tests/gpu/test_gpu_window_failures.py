@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_checks import Capture
-from gpu_kinds import Own, device_of, start
+from gpu_kinds import Own, device_of, has_gpu, start
 from losing import await_stopped
 from ranks import Ranks, wait_until
 from verdicts import check_lost
@@ -250,6 +250,42 @@ def bad_calls(comm: hetcoll.Communicator) -> None:
     comm.barrier()
     window.close()
     device.destroy_stream(stream)
+
+
+def late_counts(comm: hetcoll.Communicator) -> str:
+    """Bad input is the caller's alone; a count that a GPU says beyond its bound ends the communicator everywhere."""
+    n, host_only, word = 64, comm.window(np.zeros(64, np.float32)), np.zeros(1, np.int64)
+    x = np.ones(n, np.float32)
+    with pytest.raises(ArgumentError, match=r"stream: wanted that of the GPU that fills src.*, got None"):
+        host_only.put(x, 1, late=word)
+    with pytest.raises(BufferTypeError, match="late: wanted one int64 in memory of the host, got 1 of float64 on cpu"):
+        host_only.put(x, 1, late=np.zeros(1), stream=0)
+    with pytest.raises(ArgumentError, match="late: wanted one piece, got 2"):
+        host_only.put(x, 1, [0, 2], src_offset=[0, 2], count=1, late=word, stream=0)
+    mine = Own(comm, np.zeros(n, np.float32))
+    window = comm.window(mine.array, signals=2)
+    if has_gpu(comm):
+        src = DeviceArray.of(device_of(comm), x)
+        for turn, source in enumerate((src, x)):
+            word[0] = 5 + turn
+            window.put(source, 1, 32 * turn, src_offset=32, late=word, signal=0, stream=0)
+        word[0] = 33
+        with pytest.raises(CommunicationError) as caught:
+            window.put(src, 1, 16, count=32, late=word, signal=1, stream=0)
+    else:
+        window.wait_signal(0, 2)
+        assert [np.flatnonzero(half).tolist() for half in mine.array.reshape(2, 32)] == [[*range(5)], [*range(6)]]
+        before = mine.array.copy()
+        with pytest.raises(CommunicationError) as caught:
+            window.wait_signal(1)
+        assert (mine.array == before).all()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kinds", ["nc", "ac"])
+def test_late_counts(placed: Start, kinds: str) -> None:
+    for text in placed(kinds).run(late_counts):
+        assert "a put to rank 1: its late count is 33, and 32 was the most" in text
 
 
 def other_device(comm: hetcoll.Communicator) -> Any:

@@ -104,6 +104,33 @@ def shared_few(comm: hetcoll.Communicator, dtype: str, fp8: bool, hidden: int = 
     return kept[dtype, fp8, hidden]
 
 
+def few_traffic(comm: hetcoll.Communicator, device: Device | None = None) -> None:
+    """Of few tokens nothing travels but ids, rows of those that are routed, and their sums, each once to a rank."""
+    size, most, hidden, k = comm.size, 16, 256, 2
+    ids = np.random.default_rng(7).integers(-1, PER_RANK * size, (size, most, k)).astype(np.int32)
+    ids[0] = -1  # of which no sums come back
+    to = [(ids // PER_RANK == rank).any(axis=2).sum(axis=1) for rank in range(size)]  # [rank][source]
+    with LowLatencyExperts(comm, PER_RANK * size, hidden, "bfloat16", most, k, fp8=True) as experts:
+        x = here(np.ones((most, hidden), ml_dtypes.bfloat16), device)
+        mine = here(ids[comm.rank], device)
+        for turn in range(2):
+            comm.barrier()
+            before = comm.counters().get("window_bytes", 0)
+            comm.barrier()
+            received, layout = experts.dispatch(x, mine)
+            experts.combine(received, layout)
+            if device is not None:
+                device.synchronize()
+            comm.barrier()
+            if turn == 0:
+                continue  # it opens the windows
+            others = [rank for rank in range(size) if rank != comm.rank]
+            wanted = sum(4 * most * k + 16 + (hidden + hidden // 32 + 8) * int(to[comm.rank][each]) for each in others)
+            wanted += sum(2 * hidden * int(to[each][comm.rank]) for each in others)
+            assert comm.counters()["window_bytes"] - before == wanted
+            comm.barrier()
+
+
 def here(values: Array, device: Device | None) -> Any:
     return values if device is None else DeviceArray.of(device, values)
 

@@ -10,7 +10,7 @@ import numpy as np
 from .. import Communicator, DType
 from ..calls.buffers import Buffer, read_buffer
 from ..runtime.results import like
-from .few import Sizes
+from .put_rows import Sizes
 from .rows import bytes_of
 from .token_blocks import SeenBlocks
 from .token_kernels import Table, TokenKernels

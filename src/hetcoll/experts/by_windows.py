@@ -9,8 +9,8 @@ import numpy as np
 from .. import Communicator, DType
 from ..calls.buffers import Buffer, read_buffer
 from ..runtime.results import like
-from .few import Sizes
 from .headers import Headers
+from .put_rows import Sizes
 from .routing import Column, Grouped, Sent, grouped, sent
 from .rows import Rows, bytes_of
 from .way import NUMPY, Dispatched

@@ -1,45 +1,24 @@
-"""Few tokens between ranks, with room for the most that may come: by all-to-alls, on CPUs."""
+"""Few tokens between ranks, with room for the most that may come: what of them there is, on CPUs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from .. import Communicator, DType
+from .. import Communicator, Work
 from ..calls.buffers import Buffer
+from .put_rows import Arrivals, Places, Sizes, agree
 from .routing import Grouped, grouped, sent
-from .rows import Wire, bytes_of, decode, encode, narrow, sum_rows, widen
-
-_LINE = 16
-
-
-class Sizes(NamedTuple):
-    """What a rank sends each other one: up to `most` tokens with `topk` ids each. Each rank has so many experts."""
-
-    wire: Wire
-    most: int
-    topk: int
-    experts: int
-
-    @property
-    def head(self) -> int:
-        """Bytes of ids, or weights, of 32 bits, and a line more; BlockHead of tokens.h."""
-        return -(-4 * self.most * self.topk // _LINE) * _LINE + _LINE
-
-    @property
-    def rows(self) -> int:
-        """Bytes of the rows of a rank."""
-        return self.most * self.wire.stride
-
-    @property
-    def block(self) -> int:
-        """Bytes of both."""
-        return self.head + self.rows
+from .rows import Bytes, bytes_of, decode, encode, narrow, sum_rows, widen
+from .way import NUMPY
 
 
 class Few(Protocol):
     """What one kind of memory does."""
+
+    direct: bool
+    """Whether ranks read each other's tokens; then graphs may capture calls."""
 
     def dispatch(self, x: Buffer, ids: Buffer, tokens: int, stream: int | None, timeout: float | None) -> None: ...
 
@@ -53,38 +32,57 @@ class Few(Protocol):
 class HostFew:
     """Those of a rank with its tokens in the host's memory; others may be GPUs."""
 
-    def __init__(self, comm: Communicator, sizes: Sizes, received: Buffer, counts: Buffer) -> None:
-        self._comm, self._sizes = comm, sizes
-        size = comm.size
-        self._sent, self._came = np.zeros((2, size, sizes.block), np.uint8)
-        self._parts, self._sums = np.zeros((2, size, sizes.rows), np.uint8)
-        self._given, self._factors = np.ones(sizes.head // 4, np.float32), np.empty((size, sizes.head // 4), np.float32)
+    direct = False
+
+    def __init__(
+        self, comm: Communicator, sizes: Sizes, received: Buffer, counts: Buffer, timeout: float | None
+    ) -> None:
+        self._comm, self._sizes, self._places, size = comm, sizes, Places(sizes, comm.size), comm.size
+        self._memory, self._word = np.zeros(self._places.end, np.uint8), np.zeros(1, np.int32)
+        comm.allreduce(self._word, timeout=timeout)
+        agree(comm, "", timeout)
+        self._window = comm.window(self._memory, signals=size, timeout=timeout)
+        self._arrivals = Arrivals(comm, self._window)
+        self._works: list[Work] = []
+        self._blocks, self._parts = np.zeros((size, sizes.block), np.uint8), np.empty((0, sizes.wire.stride), np.uint8)
+        self._given = np.ones(sizes.ids // 4, np.float32)
+        self._factors = np.empty((size, sizes.ids // 4), np.float32)
         self._received, self._counts = received, counts
-        self._ids = np.empty((0, sizes.topk), np.int64)
+        self._goes = sent(np.empty((0, sizes.topk), np.int64), size, sizes.experts)
+        self._came = np.zeros((size, sizes.most), bool)  # by rank and token: whether it did
         self._grouped: Grouped | None = None
 
     def dispatch(self, x: Buffer, ids: Buffer, tokens: int, stream: int | None, timeout: float | None) -> None:
         wire, most, topk, experts = self._sizes
-        size, head, rank = self._comm.size, self._sizes.head, self._comm.rank
-        words = bytes_of(ids).view(np.int32 if ids.dtype is DType.INT32 else np.int64)
-        self._ids = words.reshape(tokens, topk).astype(np.int64)
+        size, head, rank, turn = self._comm.size, self._sizes.head, self._comm.rank, self._arrivals.turn
+        named = np.full((most, topk), -1, np.int32)
+        named[:tokens] = bytes_of(ids).view(NUMPY[ids.dtype]).reshape(tokens, topk)
         rows = bytes_of(x).reshape(tokens, wire.row)
         packed = encode(widen(rows, wire.dtype)) if wire.fp8 else rows
-        named = np.full((most, topk), -1, np.int32)
-        named[:tokens] = self._ids
-        self._sent[:, : 4 * most * topk] = named.reshape(-1).view(np.uint8)
-        for peer, at in enumerate(sent(self._ids, size, experts).tokens):
-            self._sent[peer, head:].reshape(most, wire.stride)[at, : wire.sent] = packed[at]
-        self._comm.alltoall(self._sent, self._came, timeout=timeout)
-        theirs = np.ascontiguousarray(self._came[:, : 4 * most * topk]).view(np.int32).reshape(-1, topk)
-        found = self._grouped = grouped(theirs.astype(np.int64), rank * experts, experts)
-        came = self._came[:, head:].reshape(size * most, wire.stride)[found.rows]
+        self._settle(timeout)
+        goes = self._goes = sent(named[:tokens].astype(np.int64), size, experts)
+        for block, at in zip(self._blocks, goes.tokens, strict=True):
+            block[: named.nbytes] = named.reshape(-1).view(np.uint8)
+            block[head:].reshape(most, wire.packed)[: len(at), : wire.sent] = packed[at]
+        self._put(
+            self._places.block(rank, turn), list(self._blocks), [head + len(at) * wire.packed for at in goes.tokens]
+        )
+        self._comm.allreduce(self._word, timeout=timeout)
+        self._arrivals.wait(timeout)
+        self._arrivals.dispatches += 1
+        blocks = self._memory[turn * self._places.odd :][: self._places.odd].reshape(size, -1)
+        theirs = np.ascontiguousarray(blocks[:, : named.nbytes]).view(np.int32).reshape(size, most, topk)
+        self._came = ((theirs >= 0) & (theirs // experts == rank)).any(axis=2)
+        found = self._grouped = grouped(theirs.reshape(-1, topk).astype(np.int64), rank * experts, experts)
+        source = found.rows // most
+        at = (self._came.cumsum(axis=1) - 1)[source, found.rows % most]
+        came = blocks[:, head:].reshape(size, most, wire.packed)[source, at]
         into = bytes_of(self._received).reshape(experts, size * most, wire.row)
         got = narrow(decode(came, wire.hidden), wire.dtype) if wire.fp8 else came[:, : wire.row]
         ends = np.cumsum(found.counts)
         for expert, (end, count) in enumerate(zip(ends, found.counts, strict=True)):
             into[expert, :count] = got[end - count : end]
-        bytes_of(self._counts).view(np.int32 if self._counts.dtype is DType.INT32 else np.int64)[:] = found.counts
+        bytes_of(self._counts).view(NUMPY[self._counts.dtype])[:] = found.counts
 
     def combine(
         self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, stream: int | None, timeout: float | None
@@ -96,21 +94,39 @@ class HostFew:
         if weights is not None:
             self._given[: tokens * topk] = bytes_of(weights).view(np.float32)
         self._comm.allgather(self._given.view(np.uint8), self._factors.view(np.uint8), timeout=timeout)
-        factors = self._factors[:, : most * topk].reshape(size * most, topk)
+        self._settle(timeout)
+        here = np.flatnonzero(self._came)
+        factors = self._factors[:, : most * topk].reshape(size * most, topk)[here]
         firsts = np.cumsum(found.counts) - found.counts  # of each expert's, among all
         owner = np.repeat(np.arange(experts), found.counts)
         slots = owner * size * most + np.arange(len(owner)) - firsts[owner]
-        places = np.where(found.places < 0, -1, np.append(slots, -1)[found.places])
+        places = np.where(found.places < 0, -1, np.append(slots, -1)[found.places])[here]
         rows = bytes_of(made).reshape(-1, wire.row)
-        parts = self._parts.reshape(size * most, wire.stride)
-        sum_rows(wire, lambda at: rows[at], places, factors, parts)
-        self._comm.alltoall(self._parts, self._sums, timeout=timeout)
-        goes = sent(self._ids, size, experts)
-        table = np.full((tokens, goes.width), -1, np.int64)
-        for peer, (at, column) in enumerate(zip(goes.tokens, goes.columns, strict=True)):
-            table[at, column] = peer * most + at
-        sums = self._sums.reshape(size * most, wire.stride)
+        self._parts = np.empty((len(here), wire.stride), np.uint8)
+        sum_rows(wire, lambda at: rows[at], places, factors, self._parts)
+        parts = np.split(self._parts, np.cumsum(self._came.sum(axis=1))[:-1])
+        self._put(self._places.sums(self._comm.rank), parts, [part.nbytes for part in parts])
+        self._arrivals.wait(timeout)
+        table = np.full((tokens, self._goes.width), -1, np.int64)
+        for peer, (at, column) in enumerate(zip(self._goes.tokens, self._goes.columns, strict=True)):
+            table[at, column] = peer * most + np.arange(len(at))
+        sums = self._memory[self._places.sums(0) :].reshape(size * most, wire.stride)
         sum_rows(wire, lambda at: sums[at], table, None, bytes_of(to).reshape(tokens, wire.row))
 
+    def _put(self, to: int, parts: list[Bytes], lengths: list[int]) -> None:
+        """So many bytes of what is for each rank to there in its window; each rank begins with another one."""
+        size, rank = self._comm.size, self._comm.rank
+        for peer in ((rank + step) % size for step in range(1, size)):
+            data = parts[peer].reshape(-1)[: lengths[peer]]
+            self._works.append(self._window.put(data, peer, to, signal=rank, async_op=True))
+        self._memory[to : to + lengths[rank]] = parts[rank].reshape(-1)[: lengths[rank]]
+
+    def _settle(self, timeout: float | None) -> None:
+        """Wait until what is put may be written again."""
+        for work in self._works:
+            work.wait(timeout)
+        self._works.clear()
+
     def close(self) -> None:
-        """Nothing but memory is held."""
+        """Give the memory back."""
+        self._window.close()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from .. import Communicator
 from ..calls.buffers import Buffer
 from ..gpu.array import DeviceArray
-from .few import Sizes
-from .token_blocks import Blocks, SeenBlocks, SentBlocks
+from .put_rows import Sizes
+from .token_blocks import Blocks, PutBlocks, SeenBlocks
 from .token_kernels import Table, TokenKernels
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ class GpuFew:
         """`all_gpus`: all ranks have one."""
         seen: Blocks | None = SeenBlocks.offer(comm, device, sizes, stream, timeout) if all_gpus else None
         self.direct = seen is not None
-        """Whether ranks read each other's tokens."""
-        self._kernels = TokenKernels(comm, device, sizes, seen or SentBlocks(comm, device, sizes))
+        self._kernels = TokenKernels(comm, device, sizes, seen or PutBlocks(comm, device, sizes, timeout))
         self._received = received
         self._own, self._places = (DeviceArray(device, n, "int32") for n in Table.words(sizes, comm.size))
         self._table = Table(self._own.ptr, self._places.ptr, counts, dense=False)

@@ -11,9 +11,12 @@ from .. import ArgumentError, BufferTypeError, DType
 from ..calls.buffers import Buffer, read_buffer
 from ..runtime.results import like
 from .common import Common
-from .few import Few, HostFew, Sizes
+from .few import Few, HostFew
+from .put_rows import Sizes
 from .routing import check_ids
 from .rows import bytes_of
+
+_WHY = ", since not all ranks are GPUs of one host"
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class LowLatencyExperts(Common):
     many have. On GPUs no call waits on the host.
 
     Where all ranks are GPUs of one host, each reads its tokens where the others offer them: the routed ones, each once.
-    A CUDA or HIP graph may capture the calls. Elsewhere an all-to-all carries room for `max_tokens` tokens to every
-    rank.
+    A CUDA or HIP graph may capture the calls. Elsewhere ids, the routed tokens and their sums are put into windows, by
+    counts that are read late. For these a rank with a GPU pins memory of the host (``HETCOLL_PINNED_BYTES``), with
+    room for all that may come and go, and twice for tokens; an `InitError` on all ranks where one has none.
 
     The first dispatch takes the memory, and no graph captures it. Expert ids on a GPU that are out of range are none.
     """
@@ -52,7 +56,13 @@ class LowLatencyExperts(Common):
         """
         source, ids, tokens = self._tokens(x, topk_ids)
         few = self._few
-        handle = self._begin(source, "x", stream, captured=few is not None, why=" at the first dispatch")
+        handle = self._begin(
+            source,
+            "x",
+            stream,
+            captured=few is not None and few.direct,
+            why=" at the first dispatch" if few is None else _WHY,
+        )
         if ids.place != source.place:
             raise BufferTypeError(f"topk_ids: wanted memory of {source.place}, where x is, got some of {ids.place}")
         if (
@@ -84,7 +94,7 @@ class LowLatencyExperts(Common):
         if few is None or layout._number != self._dispatched - 1:
             raise ArgumentError("layout: wanted that of the last dispatch, got another")
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)
-        handle = self._begin(source, "expert_out", stream, captured=True)
+        handle = self._begin(source, "expert_out", stream, captured=few.direct, why=_WHY)
         if weights is not None and weights.place != source.place:
             raise BufferTypeError(f"topk_weights: wanted memory of {source.place}, got some of {weights.place}")
         result = like(expert_out, (layout._tokens, self.hidden)) if out is None else out
@@ -111,7 +121,7 @@ class LowLatencyExperts(Common):
         sizes = Sizes(self._wire, self.max_tokens, self.topk, own)
         kinds = self._comm._core.meet("the first dispatch()", source.device.encode(), timeout)
         if source.device == "cpu":
-            few: Few = HostFew(self._comm, sizes, into, numbers)
+            few: Few = HostFew(self._comm, sizes, into, numbers, timeout)
         else:
             from ..gpu.device_of import device_of
             from .few_on_gpu import GpuFew

@@ -44,6 +44,11 @@ class Wire(NamedTuple):
         return self.hidden + 4 * self.hidden // GROUP if self.fp8 else self.row
 
     @property
+    def packed(self) -> int:
+        """Bytes from a row to the next where only those are that go to experts."""
+        return -(-self.sent // _LINE) * _LINE
+
+    @property
     def stride(self) -> int:
         """Bytes from a packed row to the next, for both ways."""
         return -(-self.row // _LINE) * _LINE

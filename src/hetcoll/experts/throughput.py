@@ -12,7 +12,7 @@ from ..calls.buffers import Buffer, read_buffer
 from ..runtime.results import like
 from .by_windows import ByWindows
 from .common import Common
-from .few import Sizes
+from .put_rows import Sizes
 from .routing import check_ids
 from .rows import HostRows, Rows, bytes_of
 from .way import NUMPY, Dispatched, Way

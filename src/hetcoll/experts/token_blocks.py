@@ -2,24 +2,24 @@
 
 On one host a rank offers its tokens, and the others read what is for them (`SeenBlocks`): in a window where GPUs see
 each other's memory, else in the host's, which all have mapped. A small all-reduce before that is the barrier. Elsewhere
-(`SentBlocks`) all-to-alls carry blocks of a fixed size.
+(`PutBlocks`) a rank puts into each other's window what there is for it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from .. import Communicator
+from .. import Communicator, DeviceError, InitError
 from ..gpu.array import DeviceArray
-from .few import Sizes
+from .put_rows import Arrivals, Places, Sizes, agree
 
 if TYPE_CHECKING:
-    from ..runtime.executor import Mapped
+    from ..runtime.executor import Mapped, Pinned
     from ..runtime.one_sided import Window
     from ..vendors.devices.base import Device
 
@@ -40,6 +40,13 @@ class Lists(NamedTuple):
     came: list[int]
 
 
+class Numbers(NamedTuple):
+    """Addresses, as ``arguments.h`` has them."""
+
+    sent: int = 0
+    taken: int = 0
+
+
 class Blocks(Protocol):
     """Of one object of experts. The methods bring to all ranks what the kernels before them on the stream have written.
 
@@ -52,6 +59,10 @@ class Blocks(Protocol):
     """Tokens of a rank in a block: those of a round."""
     given: list[int]
     """Where this rank's weights belong."""
+    numbers: Numbers | None
+    """Where kernels number tokens: what travels has rows for those that go there alone."""
+
+    def late(self, incoming: bool) -> int: ...
 
     def tokens(self, call: int, stream: int, timeout: float | None) -> None: ...
 
@@ -94,6 +105,8 @@ class _Layout(NamedTuple):
 class SeenBlocks:
     """Those of ranks that read each other's. `far`, by rank: those ranks that do not see its window, and have what is
     for them in `host`."""
+
+    numbers: Numbers | None = None
 
     def __init__(
         self, comm: Communicator, device: Device, layout: _Layout, memory: DeviceArray, window: Window,
@@ -155,36 +168,89 @@ class SeenBlocks:
 
     tokens = weights = sums = _barrier
 
+    def late(self, incoming: bool) -> int:
+        """Nothing is sent."""
+        return 0
+
     def close(self) -> None:
         self._window.close()
         if self._host is not None:
             self._host.close()
 
 
-class SentBlocks:
-    """In this rank's memory alone: what is sent, and what came."""
+class PutBlocks:
+    """In memory of this rank's host, which its GPU has mapped, and put into that of the others: of a block its ids and
+    the rows that there are, and the sums of these. A kernel says how many bytes, and the engine reads that when the
+    stream is there. No host waits, and no copy that might be behind a stream that does."""
 
-    odd = 0
+    def __init__(self, comm: Communicator, device: Device, sizes: Sizes, timeout: float | None) -> None:
+        self._comm, self._sizes, self.room, size, me = comm, sizes, sizes.most, comm.size, comm.rank
+        self._words = DeviceArray.of(device, np.zeros(1, np.int32))
+        comm.allreduce(self._words, timeout=timeout)  # the first call sets up what calls on GPUs need
+        places = self._places = Places(sizes, size)
+        self._goes, self._late = places.end, 2 * places.end  # what goes is behind what comes, and then its bytes
+        memory = self._pin(2 * places.end + 3 * 8 * size, timeout)
+        self._window = comm.window(memory.buffer(0, places.end), signals=size, timeout=timeout)
+        self._window._side.devices.copies(self._words.buffer(), "words")
+        self._arrivals, self._memory = Arrivals(comm, self._window), memory
+        numbers = self._numbers = [DeviceArray.of(device, np.zeros(size * sizes.most, np.uint32)) for _ in range(2)]
+        self.numbers: Numbers | None = Numbers(*(each.ptr for each in numbers))
+        self._own, self._factors = (DeviceArray(device, n * sizes.ids, "uint8") for n in (1, size))
+        self.odd, self.given = places.odd, [self._own.ptr]
 
-    def __init__(self, comm: Communicator, device: Device, sizes: Sizes) -> None:
-        self._comm, self.room, size = comm, sizes.most, comm.size
-        self._sent, self._blocks = (DeviceArray.of(device, np.zeros(size * sizes.block, np.uint8)) for _ in range(2))
-        self._packed, self._sums = (DeviceArray.of(device, np.zeros(size * sizes.rows, np.uint8)) for _ in range(2))
-        self._own, self._factors = (DeviceArray(device, n * sizes.head, "uint8") for n in (1, size))
-        self.given = [self._own.ptr]
-        arrays = ((self._sent, sizes.block), (self._blocks, sizes.block), (self._factors, sizes.head),
-                  (self._packed, sizes.rows), (self._sums, sizes.rows))  # fmt: skip
-        to, *others = [[array.ptr + rank * nbytes for rank in range(size)] for array, nbytes in arrays]
-        self.lists = Lists(to, list(range(size)), *others)
+        def at(first: Callable[[int], int], goes: bool) -> list[int]:
+            """What goes to this rank itself does not travel."""
+            return [memory.at + first(rank) + (self._goes if goes and rank != me else 0) for rank in range(size)]
+
+        self.lists = Lists(
+            to=at(places.block, True),
+            via=list(range(size)),
+            from_=at(places.block, False),
+            weights=[self._factors.ptr + rank * sizes.ids for rank in range(size)],
+            parts=at(places.sums, True),
+            came=at(places.sums, False),
+        )
+
+    def _pin(self, nbytes: int, timeout: float | None) -> Pinned:
+        found = problem = None
+        try:
+            found = self._comm._core.gpus.pin(nbytes)
+        except (InitError, DeviceError) as error:
+            problem = str(error)
+        agree(self._comm, problem or "", timeout)
+        assert found is not None
+        return found
+
+    def late(self, incoming: bool) -> int:
+        """Where a kernel says how many bytes go to each rank: of the tokens of this dispatch, or of the sums."""
+        return self._memory.at + self._late + 8 * self._comm.size * (2 if incoming else self._arrivals.turn)
 
     def tokens(self, call: int, stream: int, timeout: float | None) -> None:
-        self._comm.alltoall(self._sent, self._blocks, stream=stream, timeout=timeout)
+        turn = self._arrivals.turn
+        self._arrivals.dispatches += 1
+        self._put(lambda rank: self._places.block(rank, turn), self._sizes.block, turn, stream)
+        self._comm.allreduce(self._words, stream=stream, timeout=timeout)
+        self._wait("dispatch", stream, timeout)
 
     def weights(self, call: int, stream: int, timeout: float | None) -> None:
         self._comm.allgather(self._own, self._factors, stream=stream, timeout=timeout)
 
     def sums(self, call: int, stream: int, timeout: float | None) -> None:
-        self._comm.alltoall(self._packed, self._sums, stream=stream, timeout=timeout)
+        self._put(self._places.sums, self._sizes.rows, 2, stream)
+        self._wait("combine", stream, timeout)
+
+    def _put(self, first: Callable[[int], int], most: int, turn: int, stream: int) -> None:
+        """What is for each other rank to where that one has what comes from here."""
+        size, rank, memory = self._comm.size, self._comm.rank, self._memory
+        for peer in ((rank + step) % size for step in range(1, size)):  # each begins with another one
+            late = memory.word(self._late + 8 * (turn * size + peer))
+            source = memory.buffer(self._goes + first(peer), most)
+            self._window.put(source, peer, first(rank), late=late, signal=rank, stream=stream, async_op=True)
+
+    def _wait(self, what: str, stream: int, timeout: float | None) -> None:
+        core = self._comm._core
+        with core.gpus.timed(f"{what} of experts", stream, core.seconds(timeout)):
+            self._arrivals.wait(timeout, stream)
 
     def close(self) -> None:
-        """Nothing but memory is held."""
+        self._window.close()

@@ -9,15 +9,15 @@ import numpy as np
 from .. import Communicator
 from ..calls.buffers import Buffer
 from ..gpu.array import DeviceArray
-from ..vendors.devices.kernels.source import PLACE_TOKENS, tokens_names
+from ..vendors.devices.kernels.source import NUMBER_TOKENS, PLACE_TOKENS, tokens_names
 from ..vendors.devices.kernels.table import Tokens
-from .few import Sizes
+from .put_rows import Sizes
 from .token_blocks import Blocks, Lists
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
 
-_THREADS, _PLACING = 256, 512
+_THREADS, _PLACING, _NUMBERING = 256, 512, 128
 _BLOCKS = 8  # of a multiprocessor
 
 
@@ -43,7 +43,7 @@ class TokenKernels:
     def __init__(self, comm: Communicator, device: Device, sizes: Sizes, blocks: Blocks) -> None:
         self._device, self._sizes, self._blocks = device, sizes, blocks
         table, size, wire = device.kernels(), comm.size, sizes.wire
-        self._place = table.function(PLACE_TOKENS)
+        self._place, self._number = table.function(PLACE_TOKENS), table.function(NUMBER_TOKENS)
         self._pack, self._spread, self._weigh, self._sum = map(table.function, tokens_names(wire.dtype))
         self.rounds = -(-sizes.most // blocks.room)
         """Those of a call in which some rank has as many tokens as it may."""
@@ -51,9 +51,11 @@ class TokenKernels:
         self._lists = DeviceArray.of(device, np.array(blocks.lists, np.int64))
         self._state = DeviceArray.of(device, np.zeros(2, np.uint32))
         self._ones = DeviceArray.of(device, np.ones(sizes.most * sizes.topk, np.float32))
+        sent, taken = blocks.numbers or (0, 0)
         self._common = {
-            "state": self._state.ptr, "odd": blocks.odd, "stride": wire.stride,
-            "hidden": wire.hidden, "most": sizes.most, "columns": sizes.topk, "size": size, "rank": comm.rank,
+            "state": self._state.ptr, "odd": blocks.odd, "packed": wire.packed, "stride": wire.stride, "sent": sent,
+            "taken": taken, "hidden": wire.hidden, "most": sizes.most, "columns": sizes.topk, "size": size,
+            "rank": comm.rank,
             "experts": sizes.experts, "fp8": int(wire.fp8), "blocks": 1 + max(blocks.lists.via), "room": blocks.room,
             **{name: self._lists.ptr + 8 * size * i for i, name in enumerate(Lists._fields)},
         }  # fmt: skip
@@ -67,6 +69,7 @@ class TokenKernels:
         self._follow(stream)
         self._offer(x, ids, tokens, 0, table, call, stream, timeout)
         self._run(self._place, self._sizes.experts, _PLACING, stream, table, {})
+        self._count(stream, table, {"incoming": 1})
 
     def spread(
         self, x: Buffer, ids: Buffer, tokens: int, received: Buffer, table: Table, call: int, rounds: int, stream: int,
@@ -87,8 +90,15 @@ class TokenKernels:
         """The tokens of the round that begins with this one."""
         words = {"x": x.ptr, "ids": ids.ptr, "tokens": tokens, "first": first}
         rows = min(tokens - first, self._blocks.room)
+        self._count(stream, table, words)
         self._run(self._pack, max(1, rows), _THREADS, stream, table, words)
         self._blocks.tokens(2 * call, stream, timeout)
+
+    def _count(self, stream: int, table: Table, words: dict[str, int]) -> None:
+        """Number the rows that travel, where those alone do."""
+        if self._blocks.numbers is not None:
+            late = self._blocks.late(words.get("incoming", 0) == 1)
+            self._run(self._number, self._common["size"], _NUMBERING, stream, table, {**words, "late": late})
 
     def combine(
         self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, table: Table, call: int, rounds: int,

@@ -40,6 +40,10 @@ class Deadlines:
         self._unused: list[int] = []  # events
         self._side: SideStream | None = None  # of asynchronous calls
 
+    def own(self, what: str, stream: int, seconds: float) -> contextlib.AbstractContextManager[object]:
+        """The block enqueues on the stream, which captures nothing, what no queue of calls knows of."""
+        return self._timed(_Call(what, seconds, time.monotonic() + seconds), stream, False)
+
     def call(
         self, describe: Callable[[], str], stream: int, async_op: bool, seconds: float
     ) -> contextlib.AbstractContextManager[tuple[int, bool]]:
@@ -81,6 +85,12 @@ class Deadlines:
         """The most seconds that one of those has that are under way; 0 where there is none."""
         with self._lock:
             return max((call.seconds for call in self._calls), default=0.0)
+
+    @property
+    def idle(self) -> bool:
+        """Whether none is under way."""
+        with self._lock:
+            return all(self._done(call) for call in self._calls)
 
     def over(self) -> _Call | None:
         """A call that is not done and whose time is over, if there is one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -43,6 +43,7 @@ from .message_kernel import MessageKernel
 from .near import NearSlots
 from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
+from .pinned import PinnedMemory
 from .planner import Choice, GpuPlanner, Mechanism, by_copies
 from .plans import DeviceBinder, GpuPlans
 from .proofs import GpuProofs
@@ -208,6 +209,18 @@ class GpuExecutor:
         """Enqueue messages that are under way together."""
         self._edges.seconds = seconds
         self.messages.together(messages)
+
+    def pin(self, nbytes: int) -> PinnedMemory:
+        """See `runtime.executor.Gpus`."""
+        with self._device.active():
+            return PinnedMemory(self._device, self._share.pinned, nbytes)
+
+    @contextlib.contextmanager
+    def timed(self, what: str, stream: int, seconds: float) -> Iterator[None]:
+        """See `runtime.executor.Gpus`."""
+        with self._deadlines.own(what, stream, seconds):
+            yield
+        self._watch.started()
 
     def _launch(self, call: Call, stream: int, async_op: bool, seconds: float, *, again: bool = True) -> GpuWork:
         """`again`: the fast path may run such a call when it comes again."""

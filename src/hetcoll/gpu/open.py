@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .cpu_rank import CpuRank
     from .executor import GpuExecutor
     from .mapped import MappedMemory
+    from .pinned import PinnedMemory
     from .replays import Replays
     from .snapshot import GpuSnapshot
 
@@ -146,6 +148,16 @@ class Gpus:
         """See `runtime.executor.Gpus`."""
         assert self.executor is not None, "there is room"
         return self.executor.share.map_memory(self.device_of(buffer), parts, partial(self._meet_soon, seconds), seconds)
+
+    def timed(self, what: str, stream: int, seconds: float) -> AbstractContextManager[None]:
+        """See `runtime.executor.Gpus`."""
+        assert self.executor is not None, "there were calls"
+        return self.executor.timed(what, stream, seconds)
+
+    def pin(self, nbytes: int) -> PinnedMemory:
+        """See `runtime.executor.Gpus`."""
+        assert self.executor is not None, "there were calls"
+        return self.executor.pin(nbytes)
 
     def copies(self, buffer: Buffer) -> Copies:
         """See `runtime.executor.Gpus`."""

@@ -7,10 +7,18 @@ have mapped each one's part counts.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
+import weakref
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from ..calls.buffers import Buffer
 from ..errors import InitError
+from ..types import DType
+
+if TYPE_CHECKING:
+    from ..vendors.devices.base import Device
 
 WINDOWS = 8
 """One part in so many is left to windows, where slots can do without."""
@@ -83,3 +91,29 @@ class Pinned:
         with _lock:
             _held -= nbytes
             self.held -= nbytes
+
+
+class PinnedMemory:
+    """So many bytes of the host that `device` reads and writes, too: zeros at first. They are given back with it.
+    InitError where they do not fit, DeviceError where the driver has none."""
+
+    def __init__(self, device: Device, pinned: Pinned, nbytes: int) -> None:
+        with pinned.taken(nbytes):
+            self.at = device.allocate_host(nbytes)
+        self.nbytes = nbytes
+        ctypes.memset(self.at, 0, nbytes)
+        self._end = weakref.finalize(self, _give_back, device, pinned, self.at, nbytes)
+        self._end.atexit = False  # the driver's own end takes it
+
+    def buffer(self, first: int, nbytes: int) -> Buffer:
+        """These bytes of it, as calls take memory of the host."""
+        return Buffer(self.at + first, nbytes, DType.UINT8, self)
+
+    def word(self, first: int) -> Buffer:
+        """The 64 bits there."""
+        return Buffer(self.at + first, 1, DType.INT64, self)
+
+
+def _give_back(device: Device, pinned: Pinned, address: int, nbytes: int) -> None:
+    device.free_host(address)
+    pinned.give(nbytes)

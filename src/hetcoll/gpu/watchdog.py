@@ -103,7 +103,7 @@ class GpuWatch:
     def quiet(self) -> bool:
         """Whether nothing is in flight, replays that wait for a peer included."""
         waits = self.waits()  # at every look, so that it is news
-        return self._calls.idle and not waits
+        return self._calls.idle and not waits and self._deadlines.idle
 
     def fail(self) -> None:
         """The communicator has failed: soon nothing here waits for a peer any more."""

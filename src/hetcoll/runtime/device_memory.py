@@ -40,23 +40,32 @@ class DeviceMemory:
         self._copies.check(buffer, name)
         return self._copies
 
-    def reach(self, buffer: Buffer, name: str, stream: Any) -> tuple[bool, _native.Gate | None]:
-        """Whether memory is a GPU's, and what is on the stream before it may be touched."""
+    def reach(self, buffer: Buffer, name: str, stream: Any, late: bool = False) -> tuple[bool, _native.Gate | None]:
+        """Whether memory is a GPU's, and what is on the stream before it may be touched: with a `late` count also where
+        it is the host's, which the GPU fills."""
         if buffer.device != "cpu":
-            copies = self.copies(buffer, name)
-            try:
-                return True, copies.after(stream, buffer)
-            except DeviceError as error:
-                raise self._core.device_failed(error) from error
+            self.copies(buffer, name)
+            return True, self._after(stream, buffer)
+        if late:
+            return False, self._after(stream, buffer)
         if stream is not None:
             raise ArgumentError(f"stream: wanted {name} on a GPU, got host memory, which has no stream")
         return False, None
 
+    def _after(self, stream: Any, buffer: Buffer) -> _native.Gate | None:
+        try:
+            return self._of_gpu().after(stream, buffer)
+        except DeviceError as error:
+            raise self._core.device_failed(error) from error
+
+    def _of_gpu(self) -> Copies:
+        if self._copies is None:
+            raise ArgumentError("stream: wanted a rank whose windows or puts had memory of its GPU, got none so far")
+        return self._copies
+
     def wait_on(self, stream: Any, window: int, signals: int, at: int, least: int) -> None:
         """Let a stream wait for a signal of a window here, one of so many."""
-        copies = self._copies
-        if copies is None:
-            raise ArgumentError("stream: wanted a rank whose windows or puts had memory of its GPU, got none so far")
+        copies = self._of_gpu()
         with self._lock:
             if window not in self._shown:
                 self._shown[window] = copies.signals(signals)

@@ -112,6 +112,16 @@ class Mapped(Protocol):
     def close(self) -> None: ...
 
 
+class Pinned(Protocol):
+    """Memory of the host that one GPU has mapped, too (`gpu.pinned.PinnedMemory`). It is given back with this."""
+
+    at: int
+
+    def buffer(self, first: int, nbytes: int) -> Buffer: ...
+
+    def word(self, first: int) -> Buffer: ...
+
+
 class Copies(Protocol):
     """What copies pieces of one-sided messages to and from this rank's GPU (`gpu.copies.Copies`)."""
 
@@ -208,6 +218,14 @@ class Gpus(Protocol):
     def map_memory(self, buffer: Buffer, parts: Sequence[int], seconds: float) -> Mapped | None:
         """Memory of the host of which each rank has so many bytes, mapped by all GPUs; that of this rank has `buffer`.
         Collective, where there is `room`. None on all ranks where one cannot have it."""
+
+    def pin(self, nbytes: int) -> Pinned:
+        """Memory of the host that this rank's GPU has mapped, of whose calls there were some. InitError or DeviceError
+        where there is none left."""
+
+    def timed(self, what: str, stream: int, seconds: float) -> AbstractContextManager[None]:
+        """The block has a stream of this rank's GPU wait for others, beside calls of this communicator, of which there
+        were some: a CollectiveTimeoutError on all ranks where that is not over in so many seconds."""
 
     def copies(self, buffer: Buffer) -> Copies:
         """For the windows of this communicator, where memory is a GPU's such as `buffer`. Local."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
 from ..calls import check_int, check_rank
-from ..calls.buffers import read_buffer
+from ..calls.buffers import Buffer, read_buffer
 from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError
 from ..types import DType
 from ..work import DONE, Work
@@ -73,6 +73,7 @@ class Window:
         async_op: bool = False,
         timeout: float | None = None,
         stream: Any = None,
+        late: Any = None,
     ) -> Work:
         """Copy `count` elements of `src`, from `src_offset` on, to `offset` of the window of `peer`, which may be this
         rank. By default all that `src` has from there on.
@@ -82,14 +83,17 @@ class Window:
         ``async_op=True``; then `src` belongs to the operation until its `Work` is over.
 
         A `src` on a GPU is read after what is now on `stream`, by default the current one of its library. Streams do
-        not wait for the end: `Work.wait` is the host's.
+        not wait for the end: `Work.wait` is the host's. `late`, an int64 in memory of the host that the GPU writes:
+        how many elements a put of one piece has, of `count` at most, once `stream` is there. Then `src` may be memory
+        of the host, too, that the GPU fills. More than `count` is a `CommunicationError` on all ranks, and nothing is
+        written.
 
         Raises ArgumentError where a piece is not inside `src` or the window, BufferTypeError for another dtype than the
         window's or another GPU than this rank's, before anything is sent; `ClosedError` where the peer has closed its
         window, `PeerLostError` where it is gone, `CollectiveTimeoutError` after `timeout` seconds (default: the
         communicator's).
         """
-        return self._start(False, src, "src", peer, offset, src_offset, count, signal, async_op, timeout, stream)
+        return self._start(False, src, "src", peer, offset, src_offset, count, signal, async_op, timeout, stream, late)
 
     def get(
         self,
@@ -181,6 +185,7 @@ class Window:
         async_op: bool,
         timeout: float | None,
         stream: Any,
+        late: Any = None,
     ) -> Work:
         self._check_open()
         side = self._side
@@ -194,10 +199,25 @@ class Window:
         rows, nbytes = pieces(buffer.count, there, own_offset, offset, count, self.dtype.itemsize, name, other)
         if nbytes == 0 and at < 0:
             return DONE
-        device, after = side.devices.reach(buffer, name, stream)
-        ticket = side.core.engine.transfer(gets, self._number, other, buffer.ptr, rows, at, device, after)
+        word = None if late is None else _check_late(late, buffer, len(rows), stream)
+        device, after = side.devices.reach(buffer, name, stream, word is not None)
+        ticket = side.core.engine.transfer(gets, self._number, other, buffer.ptr, rows, at, device, after,
+                                           late=0 if word is None else word.ptr, item=self.dtype.itemsize)  # fmt: skip
         what = f"{'get from' if gets else 'put to'} rank {other} of {nbytes} bytes in {len(rows)} pieces"
-        return side.begun(ticket, (buffer, self), what, async_op, seconds)
+        return side.begun(ticket, (buffer, self, word), what, async_op, seconds)
+
+
+def _check_late(late: Any, src: Buffer, pieces: int, stream: Any) -> Buffer:
+    """Where a put finds its count."""
+    word = read_buffer(late, "late", writable=False)
+    if (word.dtype, word.count, word.device) != (DType.INT64, 1, "cpu"):
+        got = f"{word.count} of {word.dtype.label} on {word.place}"
+        raise BufferTypeError(f"late: wanted one int64 in memory of the host, got {got}")
+    if src.device == "cpu" and stream is None:
+        raise ArgumentError("stream: wanted that of the GPU that fills src, which is memory of the host, got None")
+    if pieces != 1:
+        raise ArgumentError(f"late: wanted one piece, got {pieces}")
+    return word
 
 
 def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeout: float | None) -> Window:

@@ -96,28 +96,34 @@ static_assert(sizeof(Rows) == 64, "hetcoll/vendors/devices/kernels/table.py has 
 // in this device's memory, by rank but for `to`. `parts` and `came` have room for two rounds of rows, where there are
 // several.
 struct Tokens {
-  const char* x;                      // [tokens, hidden]
-  const char* ids;                    // [tokens, columns] of id_bytes each; what is no expert is none
-  int* own;                           // [most, columns]: this rank's ids, and -1
-  char* const* to;                    // the blocks that this rank fills
-  const unsigned long long* via;      // by which of them its tokens reach a rank
-  char* const* from;                  // those for this rank
-  int* places;                        // [size, most, columns]: which row of `received`; -1: none
-  char* counts;                       // [experts] of id_bytes each
-  unsigned* longest;                  // how many tokens the rank has that has most; null: nobody asks
-  char* received;                     // rows by expert: what came, at a multiple of 16; or what was made of it
-  char* const* weights;               // [most, columns] of float
-  char* const* parts;                 // rows: what this rank's experts make of each rank's tokens
-  char* const* came;                  // rows: what each rank's made of this one's
-  char* result;                       // [tokens, hidden]
-  unsigned* state;                    // rounds of dispatches so far, and blocks of threads that are done with this one
-  unsigned long long odd;             // bytes behind a block to that of odd rounds
-  unsigned long long stride, hidden;  // bytes from row to row of blocks and parts; elements
+  const char* x;                  // [tokens, hidden]
+  const char* ids;                // [tokens, columns] of id_bytes each; what is no expert is none
+  int* own;                       // [most, columns]: this rank's ids, and -1
+  char* const* to;                // the blocks that this rank fills
+  const unsigned long long* via;  // by which of them its tokens reach a rank
+  char* const* from;              // those for this rank
+  int* places;                    // [size, most, columns]: which row of `received`; -1: none
+  char* counts;                   // [experts] of id_bytes each
+  unsigned* longest;              // how many tokens the rank has that has most; null: nobody asks
+  unsigned* sent;                 // [size, most]: at which row for each rank a token of this one is; null: at its own
+  unsigned* taken;                // the same of each rank's tokens that came
+  unsigned long long* late;       // bytes for each rank, in memory of the host: what this kernel numbers
+  char* received;                 // rows by expert: what came, at a multiple of 16; or what was made of it
+  char* const* weights;           // [most, columns] of float
+  char* const* parts;             // rows: what this rank's experts make of each rank's tokens
+  char* const* came;              // rows: what each rank's made of this one's
+  char* result;                   // [tokens, hidden]
+  unsigned* state;                // rounds of dispatches so far, and blocks of threads that are done with this one
+  unsigned long long odd;         // bytes behind a block to that of odd rounds
+  unsigned long long packed, stride;                                   // bytes from row to row of blocks, and of parts
+  unsigned long long hidden;                                           // elements
   unsigned tokens, most, columns, size, rank, experts, id_bytes, fp8;  // experts: of a rank
   unsigned dense;  // whether an expert's rows follow those of the one before it, and not size * most for each
   unsigned blocks, first, room;  // in `to`; of this round
+  unsigned incoming;             // whether tokens are numbered that came, and not those that go
+  unsigned pad;
 };
-static_assert(sizeof(Tokens) == 192, "hetcoll/vendors/devices/kernels/table.py has the same layout");
+static_assert(sizeof(Tokens) == 232, "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 constexpr unsigned kFoldLanes = 16;
 

@@ -21,7 +21,7 @@ _WORDS = {
     8: "hetcoll::U64",
 }  # by bytes: what is copied at least
 ROWS, GATHER_ROWS = "rows", "gather_rows"
-TOKENS, PLACE_TOKENS = "tokens", "place_tokens"
+TOKENS, PLACE_TOKENS, NUMBER_TOKENS = "tokens", "place_tokens", "number_tokens"
 _EXCHANGE, _CODECS, _CHECKS = "_exchange", "_codecs", "_checks"  # modules of their own, as few programs need them
 _CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _CODINGS = ("round", "encode", "decode", "add")
@@ -80,7 +80,7 @@ def rows_names(dtype: DType) -> tuple[str, ...]:
 
 
 def tokens_names(dtype: DType) -> tuple[str, ...]:
-    """The kernels that carry tokens to experts and what these make of them back, but for `PLACE_TOKENS`."""
+    """The kernels that carry tokens to experts and what these make of them back, of each type."""
     return tuple(f"{what}_tokens_{dtype.label}" for what in _TOKENS_DO)
 
 
@@ -125,7 +125,7 @@ def modules() -> dict[str, tuple[str, ...]]:
         GATHER: tuple(f"{GATHER}_{nbytes}" for nbytes in _WORDS),
     }
     table[ROWS] = (GATHER_ROWS, *(name for dtype in _CODED for name in rows_names(dtype)))
-    table[TOKENS] = (PLACE_TOKENS, *(name for dtype in _CODED for name in tokens_names(dtype)))
+    table[TOKENS] = (PLACE_TOKENS, NUMBER_TOKENS, *(name for dtype in _CODED for name in tokens_names(dtype)))
     for dtype in DType:
         names = [name(dtype, op) for op in reductions(dtype) for name in (reduce_name, oneshot_name)]
         if supports(dtype, ReduceOp.AVG):

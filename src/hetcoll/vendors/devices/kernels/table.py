@@ -129,6 +129,9 @@ class Tokens(ctypes.Structure):
         ("places", ctypes.c_uint64),
         ("counts", ctypes.c_uint64),
         ("longest", ctypes.c_uint64),
+        ("sent", ctypes.c_uint64),
+        ("taken", ctypes.c_uint64),
+        ("late", ctypes.c_uint64),
         ("received", ctypes.c_uint64),
         ("weights", ctypes.c_uint64),
         ("parts", ctypes.c_uint64),
@@ -136,6 +139,7 @@ class Tokens(ctypes.Structure):
         ("result", ctypes.c_uint64),
         ("state", ctypes.c_uint64),
         ("odd", ctypes.c_uint64),
+        ("packed", ctypes.c_uint64),
         ("stride", ctypes.c_uint64),
         ("hidden", ctypes.c_uint64),
         ("tokens", ctypes.c_uint32),
@@ -150,6 +154,8 @@ class Tokens(ctypes.Structure):
         ("blocks", ctypes.c_uint32),
         ("first", ctypes.c_uint32),
         ("room", ctypes.c_uint32),
+        ("incoming", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
     )
 
 

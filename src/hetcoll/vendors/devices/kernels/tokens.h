@@ -1,7 +1,8 @@
 // Tokens of a mixture of experts, by counts that devices find (hetcoll.experts). A call is some of these kernels one
-// after another, with a barrier of all ranks or an all-to-all between them: nothing here waits. Where ranks read each
-// other's blocks there are two by turns, since a rank may fill the next one while another one still reads what came
-// before. Those have rows for some of a rank's tokens, and a call has as many rounds as it takes for all.
+// after another, with a barrier of all ranks between them: nothing here waits. There are two blocks by turns, since a
+// rank may fill the next one while another one still reads what came before. Where ranks read each other's these have
+// rows for some of a rank's tokens, and a call has as many rounds as it takes for all. Elsewhere a block goes to each
+// rank, with its rows alone, and sums come back likewise.
 #pragma once
 
 #include "devices/kernels/copy.h"
@@ -63,7 +64,8 @@ HETCOLL_DEVICE void PackTokens(const Tokens& a) {
     const U64 t = a.first + s;
     const auto id = [&](unsigned j) { return OwnId(a, t * a.columns + j); };
     for (unsigned b = NextOf(a, id, -1, via); b < a.blocks; b = NextOf(a, id, static_cast<int>(b), via)) {
-      PackRow<Type>(a, a.to[b] + odd + head + s * a.stride, a.x + t * row);
+      const U64 at = a.sent == nullptr ? s : a.sent[U64{b} * a.most + t];
+      PackRow<Type>(a, a.to[b] + odd + head + at * a.packed, a.x + t * row);
     }
   }
   for (U64 i = ThreadIndex(); a.first == 0 && i < U64{a.most} * a.columns; i += ThreadCount()) {
@@ -72,6 +74,37 @@ HETCOLL_DEVICE void PackTokens(const Tokens& a) {
   }
   for (U64 b = ThreadIndex(); b < a.blocks; b += ThreadCount()) Store<4>(a.to[b] + odd + BlockCount(a), a.tokens);
   if (a.blocks > 1) SystemFence();  // what comes next tells others, and some of it is the host's memory
+}
+
+// A block of threads for each rank: it numbers the tokens that go there, or those that came from there, as rows that
+// follow each other, and says how many bytes that is: of a block, or of the sums that go back.
+HETCOLL_DEVICE void NumberTokens(const Tokens& a) {
+  HETCOLL_SHARED unsigned found[kMaxThreads];
+  const unsigned rank = BlockIndex(), to = a.incoming != 0 ? a.rank : rank;
+  const char* theirs = a.incoming != 0 ? a.from[rank] + Odd(a) : nullptr;
+  const auto goes = [&](U64 t) {
+    for (U64 i = t * a.columns; i < (t + 1) * a.columns; ++i) {
+      const int id = theirs != nullptr ? Load<int, 4>(theirs + 4 * i) : OwnId(a, i);
+      if (id >= 0 && static_cast<unsigned>(id) / a.experts == to) return true;
+    }
+    return false;
+  };
+  const U64 each = (a.most + BlockSize() - 1) / BlockSize();
+  const U64 first = ThreadInBlock() * each, end = first + each < a.most ? first + each : a.most;
+  unsigned count = 0;
+  for (U64 t = first; t < end; ++t) count += goes(t) ? 1 : 0;
+  found[ThreadInBlock()] = count;
+  Barrier();
+  unsigned number = 0;
+  for (unsigned i = 0; i < ThreadInBlock(); ++i) number += found[i];
+  unsigned* const rows = (a.incoming != 0 ? a.taken : a.sent) + U64{rank} * a.most;
+  for (U64 t = first; t < end; ++t) {
+    rows[t] = number;
+    number += goes(t) ? 1 : 0;
+  }
+  if (!LastInBlock()) return;
+  a.late[rank] = a.incoming != 0 ? number * a.stride : BlockHead(a) + number * a.packed;
+  SystemFence();
 }
 
 constexpr unsigned kIds = 8;  // that a thread reads at a time: each is a way to a peer's memory and back
@@ -202,7 +235,8 @@ HETCOLL_DEVICE void SpreadTokens(const Tokens& a) {
   const U64 skip = Odd(a) + BlockHead(a);
   ForRows(a, [&](U64 rank, U64 t, U64 s) {
     const int* places = a.places + (rank * a.most + t) * a.columns;
-    if (AnyPlace(a, places)) SpreadRow<Type>(a, places, a.from[rank] + skip + s * a.stride);
+    const U64 at = a.taken == nullptr ? s : a.taken[rank * a.most + t];
+    if (AnyPlace(a, places)) SpreadRow<Type>(a, places, a.from[rank] + skip + at * a.packed);
   });
   Barrier();
   if (!LastInBlock() || FetchAdd(a.state + 1, 1) != Blocks() - 1) return;
@@ -228,7 +262,8 @@ HETCOLL_DEVICE void WeighTokens(const Tokens& a) {
     const int* places = a.places + (rank * a.most + t) * a.columns;
     if (!AnyPlace(a, places)) return;
     const char* weights = a.weights[rank] + t * a.columns * 4;
-    Sum<Type>(a, a.received, a.parts[rank] + turn + s * a.stride, [&](const auto& add) {
+    const U64 at = a.taken == nullptr ? s : a.taken[rank * a.most + t];
+    Sum<Type>(a, a.received, a.parts[rank] + turn + at * a.stride, [&](const auto& add) {
       for (unsigned j = 0; j < a.columns; ++j) {
         if (places[j] >= 0) add(a.received + static_cast<U64>(places[j]) * nbytes, Load<float, 4>(weights + 4 * j));
       }
@@ -247,7 +282,8 @@ HETCOLL_DEVICE void SumTokens(const Tokens& a) {
     const auto id = [&](unsigned j) { return a.own[t * a.columns + j]; };
     Sum<Type>(a, a.result, a.result + t * nbytes, [&](const auto& add) {
       for (unsigned p = NextOf(a, id, -1, itself); p < a.size; p = NextOf(a, id, static_cast<int>(p), itself)) {
-        add(a.came[p] + turn + s * a.stride, 1.0f);
+        const U64 at = a.sent == nullptr ? s : a.sent[U64{p} * a.most + t];
+        add(a.came[p] + turn + at * a.stride, 1.0f);
       }
     });
   }
@@ -257,6 +293,8 @@ HETCOLL_DEVICE void SumTokens(const Tokens& a) {
 
 HETCOLL_KERNEL place_tokens(HETCOLL_CONSTANT hetcoll::Tokens arguments) { hetcoll::PlaceTokens(arguments); }
 HETCOLL_ENTRY(place_tokens)
+HETCOLL_KERNEL number_tokens(HETCOLL_CONSTANT hetcoll::Tokens arguments) { hetcoll::NumberTokens(arguments); }
+HETCOLL_ENTRY(number_tokens)
 
 #define HETCOLL_TOKENS(dtype)                                                        \
   HETCOLL_KERNEL pack_tokens_##dtype(HETCOLL_CONSTANT hetcoll::Tokens arguments) {   \
