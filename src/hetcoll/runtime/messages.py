@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..calls import RECV, SEND, check_rank
+from ..calls import RECV, SEND, check_rank, whole
 from ..calls.buffers import read_buffer
 from ..calls.messages import Message, SendRecv
 from ..errors import ArgumentError, BufferTypeError
@@ -54,7 +54,7 @@ def one_way(
     core: Core, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object, tag: int = 0
 ) -> Work:
     """One half of a message, `kind` is SEND or RECV; in a group it is only noted."""
-    if tag != 0 or (kind == RECV and peer == ANY_SOURCE):
+    if tag != 0 or (kind == RECV and whole(peer) == ANY_SOURCE):
         from . import tags  # few programs use them, and imports count
 
         return tags.tagged(core, kind, buf, peer, tag, async_op, timeout)
