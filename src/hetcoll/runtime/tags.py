@@ -71,7 +71,7 @@ class Mailbox:
         self._latest = core.rank  # whose message a receive from any rank was given last
         self._finder = Worker("hetcoll-tags-from-any")
         self._closed = False
-        self._inspection = core.inspection if core.config.check == "1" else None
+        self._inspection = core.message_check
         core.diagnosis.questions.answers[_QUESTION] = self._sent_to
 
     def __str__(self) -> str:
