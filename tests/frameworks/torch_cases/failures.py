@@ -223,7 +223,9 @@ def reconfigured(store: dist.Store, rank: int, size: int) -> None:
     group.monitored_barrier()
     done = group.allreduce([torch.ones(1)], None).get_future().then(lambda _: _sum(group))  # over one of its own
     assert done.wait() == 10.0
-    _reconfigure(group, 4, set(tell("fourth")))
+    fourth = tell("fourth")
+    group.abort()
+    _reconfigure(group, 4, set(fourth))
     assert _sum(group) == 10.0
     fifth = tell("fifth")
     if rank < 2:
