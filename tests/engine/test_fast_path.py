@@ -269,9 +269,10 @@ def exchange_in_groups(comm: hetcoll.Communicator) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_groups(launch: Launch, transport: str) -> None:
-    launch(2, HETCOLL_TRANSPORT=transport).run(exchange_in_groups)
+@pytest.mark.parametrize("env", [{}, {"HETCOLL_TRANSPORT": "tcp", "HETCOLL_CHECK": "sampled"}], ids=["shm", "tcp"])
+def test_groups(launch: Launch, env: dict[str, str]) -> None:
+    """Also where sums are sampled, which messages are not."""
+    launch(2, **env).run(exchange_in_groups)
 
 
 class Recorder:

@@ -139,9 +139,9 @@ def parse_op(op: object, dtype: DType) -> ReduceOp:
 
 def check_rank(rank: object, size: int, name: str) -> int:
     """`rank` as an int in [0, size)."""
-    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+    value = None if isinstance(rank, bool) else whole(rank)
+    if value is None:
         raise BufferTypeError(f"{name}: wanted a rank, got {rank!r}")
-    value = int(rank.__index__())
     if not 0 <= value < size:
         raise ArgumentError(f"{name}: wanted a rank in [0, {size}), got {value}")
     return value
@@ -149,12 +149,20 @@ def check_rank(rank: object, size: int, name: str) -> int:
 
 def check_int(value: object, name: str) -> int:
     """`value` as a 64-bit int."""
-    if not hasattr(value, "__index__"):
+    number = whole(value)
+    if number is None:
         raise BufferTypeError(f"{name}: wanted a whole number, got {value!r}")
-    number = int(value.__index__())
     if not -(1 << 63) <= number < 1 << 63:
         raise ArgumentError(f"{name}: wanted 64 bits, got {number}")
     return number
+
+
+def whole(value: Any) -> int | None:
+    """`value` as an int where it is a whole number."""
+    try:
+        return int(value.__index__())
+    except (AttributeError, TypeError):  # arrays have it, and refuse
+        return None
 
 
 def _alike(send: Buffer, recv: Buffer) -> None:

@@ -143,6 +143,7 @@ class Core:
             from .inspection import Inspection
 
             self.inspection = Inspection(self)
+        self.message_check = self.inspection if config.check == "1" else None
         self.choose_fast_path()
         if rank == 0 and log.isEnabledFor(logging.INFO):
             name = group.decode() if group == WORLD else group.hex()[:6]

@@ -170,10 +170,8 @@ class Inspection:
         return self._watch(Checked(work, [told.work], look, result.copy if result is not None else None))
 
     def exchange(self, ends: SendRecv, async_op: bool, seconds: float, stream: object) -> Work:
-        """As `Core.exchange`."""
+        """As `Core.exchange`, with HETCOLL_CHECK=1."""
         core = self._core
-        if self._check is None:
-            return core.exchange(ends, async_op, seconds, stream)
         send, dest, recv, source = ends
         order = [(SEND, dest)] * (send is not None) + [(RECV, source)] * (recv is not None)
         if self._captured(ends.first, stream):
@@ -230,9 +228,6 @@ class Inspection:
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
         """As `Core.exchange_all`. What concerns one rank is in the order of the calls."""
         core, rank, on_gpu = self._core, self._core.rank, [m for m in messages if m.buffer.device != "cpu"]
-        if self._check is None:
-            core.exchange_all(messages, seconds)
-            return
         ends = [(m.kind, m.peer) for m in messages]  # of which GPUs begin all at once, and the host one after another
         if self._captured(on_gpu[0].buffer if on_gpu else None, None):
             with self._in_order(ends):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..calls import RECV, SEND, check_rank
+from ..calls import RECV, SEND, check_rank, whole
 from ..calls.buffers import read_buffer
 from ..calls.messages import Message, SendRecv
 from ..errors import ArgumentError, BufferTypeError
@@ -41,20 +41,20 @@ def end_group(core: Core, run: bool) -> None:
         raise ArgumentError("group(): wanted its end on the thread that began it")
     core.choose_fast_path()
     core.host.check_usable()
-    if not run or not batch or (core.inspection is None and core.engine.run_messages(batch)):
+    if not run or not batch or (core.message_check is None and core.engine.run_messages(batch)):
         return
     every = [Message(kind, read_buffer(buf, "buf", writable=kind == RECV), peer) for kind, buf, peer in batch]
     _check_own(core.rank, every)
     for message in every:
         core.gpus.check_place(message.buffer)
-    (core.exchange_all if core.inspection is None else core.inspection.exchange_all)(every, core.config.timeout)
+    (core.exchange_all if core.message_check is None else core.message_check.exchange_all)(every, core.config.timeout)
 
 
 def one_way(
     core: Core, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object, tag: int = 0
 ) -> Work:
     """One half of a message, `kind` is SEND or RECV; in a group it is only noted."""
-    if tag != 0 or (kind == RECV and peer == ANY_SOURCE):
+    if tag != 0 or (kind == RECV and whole(peer) == ANY_SOURCE):
         from . import tags  # few programs use them, and imports count
 
         return tags.tagged(core, kind, buf, peer, tag, async_op, timeout)
@@ -109,7 +109,7 @@ def both_ways(
 
 def _exchange(core: Core, ends: SendRecv, async_op: bool, timeout: float | None, stream: object) -> Work:
     """The slow path."""
-    run = core.exchange if core.inspection is None else core.inspection.exchange
+    run = core.exchange if core.message_check is None else core.message_check.exchange
     return run(ends, async_op, core.seconds(timeout), stream)
 
 

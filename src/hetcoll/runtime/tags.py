@@ -22,7 +22,7 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..calls import RECV, SEND, check_int, check_rank
+from ..calls import RECV, SEND, check_int, check_rank, whole
 from ..calls.buffers import Buffer, read_buffer
 from ..calls.messages import Message
 from ..errors import ArgumentError, ClosedError, HetcollError, PeerLostError
@@ -71,7 +71,7 @@ class Mailbox:
         self._latest = core.rank  # whose message a receive from any rank was given last
         self._finder = Worker("hetcoll-tags-from-any")
         self._closed = False
-        self._inspection = core.inspection if core.config.check == "1" else None
+        self._inspection = core.message_check
         core.diagnosis.questions.answers[_QUESTION] = self._sent_to
 
     def __str__(self) -> str:
@@ -341,7 +341,7 @@ def tagged(core: Core, kind: int, buf: Any, peer: int, tag: int, async_op: bool,
     core.host.check_usable()
     if (number := check_int(tag, "tag")) < 0:
         raise ArgumentError(f"tag: wanted 0 or more, got {number}")
-    anyone = kind == RECV and peer == ANY_SOURCE
+    anyone = kind == RECV and whole(peer) == ANY_SOURCE
     if anyone and number == 0:
         raise ArgumentError(
             "peer: ANY_SOURCE wants a tag above 0: messages without one match in the order of the calls"

@@ -34,25 +34,40 @@ def connect(
     `session` is this process's membership in the job, where all these ranks already belong to one. `compress`: in
     place of HETCOLL_COMPRESS.
     """
-    deadline = time.monotonic() + timeout
-    config = replace(configuration(), timeout=timeout)
-    if compress is not None:
-        config = replace(config, compress=compress)
-    configure(config)
+    deadline, config = time.monotonic() + timeout, _settings(timeout, compress)
     told = _agree(store, rank, session, config)
     name, unique_id = told[:_NAME_BYTES], UniqueId.from_bytes(told[_NAME_BYTES:])
     if session is not None:
         return Communicator(session, name, rank, size, config, deadline - time.monotonic())
-    session = Session(unique_id, rank, size, deadline - time.monotonic())
+    return _enter(unique_id, rank, size, config, deadline)
+
+
+def join(unique_id: UniqueId, rank: int, size: int, timeout: float, compress: Format | None) -> Communicator:
+    """As `connect`, of the ranks that have this unique id, which `get_unique_id` made on rank 0."""
+    deadline = time.monotonic() + timeout
+    return _enter(unique_id, rank, size, _settings(timeout, compress), deadline)
+
+
+def _settings(timeout: float, compress: Format | None) -> Config:
+    config = replace(configuration(), timeout=timeout)
+    if compress is not None:
+        config = replace(config, compress=compress)
+    configure(config)
+    return config
+
+
+def _enter(unique_id: UniqueId, rank: int, size: int, config: Config, deadline: float) -> Communicator:
+    """The communicator of all ranks of a job that begins."""
     try:
-        comm = Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())
-    except BaseException:
-        session.control.close()
-        raise
+        session = Session(unique_id, rank, size, deadline - time.monotonic())
+        try:
+            return Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())
+        except BaseException:
+            session.control.close()
+            raise
     finally:
         if (here := hosted_here(unique_id.job_id)) is not None:  # who is not there by now does not know it
             here.retire()
-    return comm
 
 
 def _agree(store: dist.Store, rank: int, session: Session | None, config: Config) -> bytes:

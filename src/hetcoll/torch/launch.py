@@ -6,7 +6,7 @@ import collections
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,22 @@ Start = Callable[[dict[str, Any]], Sequence[Operation]]
 """Starts operations of the communicator with these keywords: `async_op`, `timeout`."""
 
 
+class Place(NamedTuple):
+    """Of a rank in its group."""
+
+    rank: int
+    size: int
+
+
 class Launcher(dist.ProcessGroup):
     """The base of `HetcollProcessGroup`: its communicator, and the one way by which operations start on it."""
 
-    def __init__(self, comm: Communicator, store: dist.Store, timeout: float, compress: Format | None = None) -> None:
-        super().__init__(comm.rank, comm.size)
+    def __init__(self, comm: Communicator | Place, store: dist.Store, timeout: float, compress: Format | None) -> None:
+        self._place = Place(comm.rank, comm.size)
+        super().__init__(*self._place)
         self._store, self._timeout, self._compress = store, timeout, compress
-        self._comms = [comm]  # by the level of callbacks that use it, see `_comm`; none once the group has ended
+        # By the level of callbacks that use it, see `_comm`; none while the group has no ranks.
+        self._comms = [comm] if isinstance(comm, Communicator) else []
         self._last_failure: Exception | None = None  # of a group that has ended
         self._futures = Level()
         self._gpu_lanes: dict[tuple[LaneName, torch.device], Lane] = {}
@@ -45,11 +54,19 @@ class Launcher(dist.ProcessGroup):
         self._usual_timeout = timeout  # what the communicator takes where it is given none
         self._records = Records()
 
+    def rank(self) -> int:
+        return self._place.rank
+
+    def size(self) -> int:
+        return self._place.size
+
+    getRank, getSize = rank, size  # noqa: N815 (what torch's C++ calls)
+
     @property
     def comm(self) -> Communicator:
-        """The communicator beneath. ClosedError once the group has ended."""
+        """The communicator beneath. ClosedError once the group has ended, and before it has begun."""
         if not self._comms:
-            raise ClosedError("this process group was destroyed")
+            raise ClosedError("this process group was destroyed, or wants torch.distributed._reconfigure() first")
         return self._comms[0]
 
     @property
@@ -59,10 +76,9 @@ class Launcher(dist.ProcessGroup):
         Those that callbacks of futures start have one of their own: ranks agree on their order, but not on when they
         come among those of the program.
         """
-        level = self._futures.of_this_thread().number
+        level, session = self._futures.of_this_thread().number, self.comm.session
         if level == len(self._comms):
-            store = dist.PrefixStore(f"callbacks/{level}/", self._store)
-            limit, session = self._usual_timeout, self.comm.session
+            store, limit = dist.PrefixStore(f"callbacks/{level}/", self._store), self._usual_timeout
             self._comms.append(connect(store, self.rank(), self.size(), limit, session, self._compress))
         return self._comms[level]
 

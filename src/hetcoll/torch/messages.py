@@ -17,7 +17,7 @@ from .. import ANY_SOURCE, Communicator
 from .. import Work as Operation
 from ..types import Format
 from .failures import translated
-from .launch import BATCHES, LaneName, Launcher, Start
+from .launch import BATCHES, LaneName, Launcher, Place, Start
 from .sources import Sources
 from .tensors import flat, gpu_of
 from .work import Bundle, ToSelf
@@ -30,7 +30,7 @@ Half = tuple[torch.Tensor, int]  # of a message: its memory, and the other rank
 class Messages(Launcher):
     """The point-to-point part of `HetcollProcessGroup`."""
 
-    def __init__(self, comm: Communicator, store: dist.Store, timeout: float, compress: Format | None = None) -> None:
+    def __init__(self, comm: Communicator | Place, store: dist.Store, timeout: float, compress: Format | None) -> None:
         super().__init__(comm, store, timeout, compress)
         self._bundle: list[dist.Work] | None = None  # between _start_coalescing and _end_coalescing
         self._halves: tuple[Halves, Halves] = ([], [])  # sends to itself, and receives from itself

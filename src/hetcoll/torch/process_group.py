@@ -17,11 +17,15 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._dynamo import eval_frame
 
 from .. import Communicator, lifetime
+from ..config.env import configuration
+from ..rendezvous.bootstrap import get_unique_id
+from ..rendezvous.protocol.unique_id import UniqueId, hosted_here
 from ..rendezvous.session import Session
 from ..types import Format
 from . import barriers
 from .collectives import Collectives
-from .connect import connect
+from .connect import connect, join
+from .launch import Place
 from .messages import Messages
 from .names import DEVICES, NAME
 from .options import asked_format
@@ -35,9 +39,14 @@ class HetcollProcessGroup(Collectives, Messages):
     `comm` is the communicator beneath it, for what torch has no words for: `explain`, `counters`, `topology`.
     """
 
-    def __init__(self, comm: Communicator, store: dist.Store, timeout: float, compress: Format | None = None) -> None:
+    def __init__(
+        self, comm: Communicator | Place, store: dist.Store, timeout: float, compress: Format | None = None
+    ) -> None:
         super().__init__(comm, store, timeout, compress)
-        self._name, self._description, self._session = "", "undefined", comm.session
+        self._name, self._description = "", "undefined"
+        self._session = comm.session if isinstance(comm, Communicator) else None
+        self._first_store = store
+        self._handle: UniqueId | None = None
         self._inner = Inner(self)
         for device in DEVICES:
             # None: what this class does not override fails in torch's dispatcher, and never runs on something else.
@@ -46,8 +55,11 @@ class HetcollProcessGroup(Collectives, Messages):
 
     @classmethod
     def make(cls, options: Any, ours: object = None) -> HetcollProcessGroup:
-        """The group that torch describes by its `_DistributedBackendOptions`; all its ranks call this."""
+        """The group that torch describes by its `_DistributedBackendOptions`; all its ranks call this. With
+        `enable_reconfigure` nobody is waited for: who they are `reconfigure` tells."""
         timeout, compress = options.timeout.total_seconds(), asked_format(ours)
+        if getattr(options, "enable_reconfigure", False):  # since PyTorch 2.14
+            return cls(Place(options.group_rank, options.group_size), options.store, timeout, compress)
         comm = connect(options.store, options.group_rank, options.group_size, timeout, job_session(), compress)
         return cls(comm, options.store, timeout, compress)
 
@@ -140,6 +152,64 @@ class HetcollProcessGroup(Collectives, Messages):
         limit = self._timeout if timeout is None else timeout.total_seconds()
         barriers.monitored(self._store, self.rank(), self.size(), limit, wait_all_ranks)
 
+    # Other ranks, as torch has it since PyTorch 2.14. It reads and calls these by their names.
+
+    supports_reconfigure = True
+
+    def get_reconfigure_handle(self) -> str:
+        """What others are to be told of this rank before they all call `reconfigure`. It is good for one call, and
+        contains a key: who has it can join the group."""
+        if self._handle is None:
+            self._handle = get_unique_id(configuration())
+        return str(self._handle)
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """`torch.distributed._reconfigure`: from now on the group's ranks are those of ``opts.handles``, in that order,
+        or in any order of theirs where they are a set. Each of them calls this with the same, and waits for all.
+
+        What is under way on this group fails, and so do calls of ranks that are left out. `hetcoll.InitError` where
+        somebody does not come within ``opts.timeout``, the group's without one: then it takes new handles.
+        """
+        handles = sorted(opts.handles) if isinstance(opts.handles, set) else list(opts.handles)
+        mine = None if self._handle is None else str(self._handle)
+        if mine is None or sorted({*handles, mine}) != sorted(handles):
+            raise ValueError(
+                f"handles: wanted one of each rank, and this rank's latest get_reconfigure_handle(), got {len(handles)}"
+                f" of which {len({*handles})} differ and {handles.count(mine)} is of this rank"
+            )
+        unique_id, limit = UniqueId.parse(handles[0]), seconds(opts.timeout) or self._timeout
+        place = Place(handles.index(mine), len(handles))
+        self._leave()
+        if place.rank > 0:
+            self._let_go_of_handle()
+        self._handle = None
+        comm = join(unique_id, *place, limit, self._compress)
+        self._store = dist.PrefixStore(f"{opts.uuid}/", self._first_store)
+        self._place, self._session, self._last_failure = place, comm.session, None
+        self._comms.append(comm)
+        if self.bound_device_id is not None:
+            self.prepare(self.bound_device_id)
+        return Bundle([], [])
+
+    def _leave(self) -> None:
+        """Whoever the ranks are, they are no more."""
+        for sources in self._sources.values():
+            sources.leave()
+        for comm in self._comms:
+            comm.close()
+        for sources in self._sources.values():
+            sources.close()
+        # torch may keep the group until the process ends, as its caches of device meshes do: not the engine with it.
+        self._last_failure = self._failure()
+        self._comms.clear()
+        self._sources.clear()
+
+    def _let_go_of_handle(self) -> None:
+        """Nobody joins the job that it is of."""
+        if self._handle is not None and (here := hosted_here(self._handle.job_id)) is not None:
+            here.retire()
+        self._handle = None
+
     # The end.
 
     def shutdown(self) -> None:
@@ -149,18 +219,10 @@ class HetcollProcessGroup(Collectives, Messages):
     def close(self) -> None:
         """See `shutdown`. More than once is fine."""
         lifetime.forget(self)
-        for sources in self._sources.values():
-            sources.leave()
-        for comm in self._comms:
-            comm.close()
-        for sources in self._sources.values():
-            sources.close()
+        self._leave()
+        self._let_go_of_handle()
         self._futures.close()
         self._in_use.clear()
-        # torch may keep the group until the process ends, as its caches of device meshes do: not the engine with it.
-        self._last_failure = self._failure()
-        self._comms.clear()
-        self._sources.clear()
 
     def abandon(self) -> None:
         """In a forked child: the communicator looks after itself, and the threads are not there."""
@@ -237,9 +299,10 @@ class Inner:
         """For ranks that will not be in a group made from this one: they have no part in it here."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """``device_id=`` of `init_process_group`: set the GPU up now, on all ranks."""
+        """``device_id=`` of `init_process_group`: set the GPU up now, on all ranks, where these are known."""
         self._group.bound_device_id = device
-        self._group.prepare(device)
+        if self._group._comms:
+            self._group.prepare(device)
 
 
 def _hide_from_compiler() -> None:

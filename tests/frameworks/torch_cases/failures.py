@@ -5,13 +5,18 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import wait_until
 from torch._subclasses import FakeTensorMode
 
 import hetcoll
+from hetcoll.rendezvous.protocol.unique_id import HOSTED
+from hetcoll.torch import HetcollProcessGroup
 
 
 def _init(store: dist.Store, rank: int, size: int, seconds: float = 20.0) -> None:
@@ -159,6 +164,80 @@ def shrinking_a_group(store: dist.Store, rank: int, size: int) -> None:
     dist.all_reduce(y)
     assert y.item() == size
     _end()
+
+
+def _waiting(store: dist.Store, rank: int, size: int) -> HetcollProcessGroup:
+    """A group whose ranks `reconfigure` tells."""
+    about: dict[str, Any] = {"store": store, "timeout": timedelta(seconds=20), "enable_reconfigure": True}
+    if not hasattr(dist, "_reconfigure"):  # PyTorch before 2.14 knows nothing of it
+        return HetcollProcessGroup.make(SimpleNamespace(group_rank=rank, group_size=size, **about))
+    dist.init_process_group("hetcoll", rank=rank, world_size=size, **about)
+    assert dist._supports_reconfigure()
+    return cast(HetcollProcessGroup, dist.group.WORLD)
+
+
+def _reconfigure(group: HetcollProcessGroup, uuid: int, handles: list[str] | set[str], seconds: float = 20) -> None:
+    timeout = timedelta(seconds=seconds)
+    if hasattr(dist, "_reconfigure"):
+        assert dist._reconfigure(uuid, handles, timeout=timeout).wait()
+        assert (dist.get_rank(), dist.get_world_size()) == (group.rank(), group.size())
+    else:
+        assert group.reconfigure(SimpleNamespace(uuid=uuid, handles=handles, timeout=timeout)).wait()
+
+
+def _sum(group: HetcollProcessGroup) -> float:
+    group.allreduce([x := torch.full((3,), group.rank() + 1.0)], dist.AllreduceOptions()).wait()
+    return float(x[0])
+
+
+def reconfigured(store: dist.Store, rank: int, size: int) -> None:
+    """Ranks that are left out come again, in another order. No store is left behind, also where somebody never came."""
+    before, group = set(HOSTED), _waiting(store, rank, size)
+
+    def tell(what: str) -> list[str]:
+        store.set(f"{what} {rank}", group.get_reconfigure_handle())
+        return [store.get(f"{what} {each}").decode() for each in range(size)]
+
+    with pytest.raises(dist.DistBackendError, match=r"wants torch\.distributed\._reconfigure"):
+        _sum(group)
+    first = tell("first")
+    assert first == tell("again")
+    _reconfigure(group, 1, first)
+    assert (group.rank(), group.size(), _sum(group)) == (rank, 4, 10.0)
+    group.monitored_barrier()
+    second = tell("second")
+    if rank in (1, 3):
+        for wrong in (first, [second[0]], second[1:2] * 2, [second[rank], second[rank]]):
+            with pytest.raises(ValueError, match="handles: wanted one of each rank"):
+                _reconfigure(group, 2, wrong)
+        _reconfigure(group, 2, second[1::2])
+        assert (group.rank(), group.size(), _sum(group)) == (rank // 2, 2, 3.0)
+    else:
+        assert group.rank() == rank
+        with pytest.raises(dist.DistBackendError):
+            _sum(group)
+    third = tell("third")
+    assert (third[0], third[2]) == (second[0], second[2]), "which were not used"
+    _reconfigure(group, 3, third[::-1])
+    assert (group.rank(), group.size(), _sum(group)) == (3 - rank, 4, 10.0)
+    group.monitored_barrier()
+    done = group.allreduce([torch.ones(1)], None).get_future().then(lambda _: _sum(group))  # over one of its own
+    assert done.wait() == 10.0
+    fourth = tell("fourth")
+    group.abort()
+    _reconfigure(group, 4, set(fourth))
+    assert _sum(group) == 10.0
+    fifth = tell("fifth")
+    if rank < 2:
+        with pytest.raises(hetcoll.InitError, match="2"):
+            _reconfigure(group, 5, fifth[:3], seconds=1)
+        with pytest.raises(dist.DistBackendError, match="destroyed, or wants"):
+            _sum(group)
+        assert group.get_reconfigure_handle() not in fifth
+    group.shutdown()
+    if dist.is_initialized():
+        _end()
+    wait_until(lambda: set(HOSTED) == before, 30)
 
 
 def tags_of_other_sizes(store: dist.Store, rank: int, size: int) -> None:
