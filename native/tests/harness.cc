@@ -126,12 +126,12 @@ std::pair<std::vector<int>, std::vector<int>> SocketPairs(int count) {
   return {std::move(mine), std::move(theirs)};
 }
 
-std::pair<int, int> TcpPair() {
+std::pair<int, int> TcpPair(int card) {
   const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const int mine = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK + static_cast<std::uint32_t>(card));
   socklen_t length = sizeof address;
   auto* at = reinterpret_cast<sockaddr*>(&address);
   if (bind(listener, at, length) != 0 || listen(listener, 1) != 0 || getsockname(listener, at, &length) != 0 ||
@@ -170,7 +170,7 @@ namespace {
 std::pair<std::vector<int>, std::vector<int>> TcpPairs(int count) {
   std::vector<int> mine, theirs;
   for (int s = 0; s < count; ++s) {
-    const auto [one, other] = TcpPair();
+    const auto [one, other] = TcpPair(s);
     mine.push_back(one);
     theirs.push_back(other);
   }

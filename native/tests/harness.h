@@ -118,7 +118,7 @@ inline constexpr Over kAllLinks[] = {Over::kShm, Over::kTcp, Over::kVerbs};
 // Connected sockets, and their other ends.
 std::pair<std::vector<int>, std::vector<int>> SocketPairs(int count);
 // A connection over loopback.
-std::pair<int, int> TcpPair();
+std::pair<int, int> TcpPair(int card = 0);
 // From here on what goes between the two is encrypted, by whoever takes them over.
 void Encrypt(int a, int b);
 

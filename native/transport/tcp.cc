@@ -48,7 +48,10 @@ class TcpSend final : public SendEnd {
 
   // That there is room again concerns only who found none. What is lent comes back by nothing but Keep.
   void AddPoll(std::vector<pollfd>& fds) const override {
-    fds.push_back({sockets_->fd(course_.stripe), static_cast<short>(full_ ? POLLOUT : 0), 0});
+    const bool any = full_ && !course_.begun;
+    for (std::uint32_t i = 0; i < sockets_->count(); ++i) {
+      if (any || i == course_.stripe) fds.push_back({sockets_->fd(i), static_cast<short>(full_ ? POLLOUT : 0), 0});
+    }
   }
   // A peer that has left acknowledges what is lent, as long as the connection stands.
   bool FinalWithoutPeer() const override { return lent_ == 0; }
@@ -59,7 +62,7 @@ class TcpSend final : public SendEnd {
  private:
   std::ptrdiff_t PushBlock(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
     Course& c = course_;
-    if (!c.begun) Begin(m, at);
+    if (!c.begun && !Begin(m, at)) return kWouldBlock;
     if (c.checked) return PushChecked(at, data, n);
     const std::size_t header = c.header_left;
     const ssize_t sent = sockets_->Send(c.stripe, {c.HeaderRest(), header, data, std::min(n, c.end - at)});
@@ -75,15 +78,25 @@ class TcpSend final : public SendEnd {
     return body == 0 && m.total > 0 ? kWouldBlock : static_cast<std::ptrdiff_t>(body);
   }
 
-  void Begin(const Message& m, std::size_t at) {
+  // False where no stripe has room for what comes after the block.
+  bool Begin(const Message& m, std::size_t at) {
     Course& c = course_;
+    auto next = static_cast<std::uint16_t>((c.stripe + 1) % sockets_->count());
+    std::uint16_t most = c.header.most;
+    if (sockets_->spread() && m.total > Course::kLeast << 10) {
+      const auto room = sockets_->FindRoom(c.stripe);
+      if (!room) return false;
+      next = room->stripe;
+      most = Course::Longer(most, room->all);
+    }
     c.Begin(m, at);
-    c.header = {m.signature, m.total, at, c.stamp, sockets_->After(c.stripe, c.end - c.begin), 0, 0};
-    if (c.size == BlockHeader::kPlain) return;
+    c.header = {m.signature, m.total, at, c.stamp, next, most, 0, 0};
+    if (c.size == BlockHeader::kPlain) return true;
     c.header.right = sockets_->right(c.stripe);
     check_ = c.header.check = c.header.Sum();
     checked_to_ = sent_to_ = at;
     check_left_ = sizeof check_;
+    return true;
   }
 
   // The last byte is not taken before the checksum is on its way: nobody would send it later.
@@ -243,7 +256,7 @@ class TcpRecv final : public RecvEnd {
     if (h.signature != m.signature || h.total != m.total) {
       throw WrongFrame(m, h.signature, h.total, sockets_->peer());
     }
-    if (h.offset != c.begin || h.next >= sockets_->count()) {
+    if (h.offset != c.begin || h.next >= sockets_->count() || h.most == 0) {
       throw Fault(FaultKind::kCorrupt, sockets_->peer(), "TCP: a block is out of place");
     }
     return true;

@@ -17,7 +17,8 @@ struct BlockHeader {
   std::uint64_t total;   // of the message
   std::uint64_t offset;  // of this block in it
   std::uint32_t stamp;   // index of the block on this link
-  std::uint32_t next;    // the stripe that will carry the block after this one
+  std::uint16_t next;    // the stripe that will carry the block after this one
+  std::uint16_t most;    // and how long that is at most, in KiB
   // What follows is not sent where the link checks nothing.
   std::uint64_t right;  // so many bytes came right the other way, over this stripe, and are not asked for again
   std::uint32_t check;  // of what is before
@@ -35,23 +36,24 @@ using BlockCheck = std::uint32_t;
 // Decides the length of blocks.
 class Cutter {
  public:
-  Cutter(Integrity integrity, std::size_t stripes) : integrity_(integrity), single_(stripes == 1) {}
+  explicit Cutter(Integrity integrity) : integrity_(integrity) {}
 
   struct Cut {
     std::size_t length;
     bool checked;
   };
 
-  // The block that begins where `rest` bytes are left of a message.
-  Cut Next(std::size_t total, std::size_t rest) {
-    if (integrity_ == Integrity::kOff) return {std::min(rest, single_ ? kWholeBlock : kStripeBlock), false};
-    const std::size_t piece = std::min(rest, kPiece);
+  // The block that begins where `rest` bytes are left of a message, with up to `most`.
+  Cut Next(std::size_t total, std::size_t rest, std::size_t most) {
+    most = std::min(rest, most);
+    if (integrity_ == Integrity::kOff) return {most, false};
+    const std::size_t piece = std::min(most, kPiece);
     if (integrity_ == Integrity::kAll || total <= kSmall) return {piece, piece > 0};
     if (unchecked_ >= kSampleOf * piece) {
       unchecked_ -= kSampleOf * piece;
       return {piece, true};
     }
-    const std::size_t length = std::min(rest, single_ ? kSampledBlock : kStripeBlock);
+    const std::size_t length = std::min(most, kSampledBlock);
     unchecked_ += length;
     return {length, false};
   }
@@ -59,22 +61,21 @@ class Cutter {
   static constexpr std::size_t kPiece = std::size_t{64} << 10;  // at most, of what has one checksum: stays in the cache
 
  private:
-  static constexpr std::size_t kStripeBlock = std::size_t{256} << 10;  // then it is another stripe's turn
-  static constexpr std::size_t kWholeBlock = std::size_t{1} << 30;     // with one stripe there is no turn to take
   static constexpr std::size_t kSampledBlock = std::size_t{4} << 20;
 
   Integrity integrity_;
-  bool single_;
   std::size_t unchecked_ = 0;  // bytes that went by, less those that checks were made for
 };
 
 // How far one end is in the sequence of blocks. Both ends of a link go through the same states.
 struct Course {
   Course(Integrity integrity, std::size_t stripes)
-      : cutter(integrity, stripes), size(integrity == Integrity::kOff ? BlockHeader::kPlain : BlockHeader::kChecked) {}
+      : cutter(integrity), size(integrity == Integrity::kOff ? BlockHeader::kPlain : BlockHeader::kChecked) {
+    header.most = stripes == 1 ? UINT16_MAX : kMost;
+  }
 
   void Begin(const Message& m, std::size_t at) {
-    const Cutter::Cut cut = cutter.Next(m.total, m.total - at);
+    const Cutter::Cut cut = cutter.Next(m.total, m.total - at, std::size_t{header.most} << 10);
     begin = at;
     end = at + cut.length;
     checked = cut.checked;
@@ -88,6 +89,13 @@ struct Course {
     stripe = header.next;
   }
   std::byte* HeaderRest() { return reinterpret_cast<std::byte*>(&header) + (size - header_left); }
+
+  // In KiB, what a stripe carries until it is another one's turn. With stripes of several cards, of which not all have
+  // room, it gets less: a slow one is soon through with its last block. Else more, as a block costs a call at each end.
+  static constexpr std::uint16_t kLeast = 16, kMost = 256;
+  static std::uint16_t Longer(int most, bool all_have_room) {
+    return static_cast<std::uint16_t>(all_have_room ? std::min<int>(most + 1, kMost) : std::max<int>(most / 2, kLeast));
+  }
 
   Cutter cutter;
   std::size_t size;  // of headers

@@ -4,6 +4,7 @@
 #include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -11,7 +12,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <string>
@@ -24,14 +24,8 @@ namespace hetcoll {
 namespace {
 
 constexpr int kFlags = MSG_NOSIGNAL | MSG_DONTWAIT;
-constexpr std::size_t kWeighed = std::size_t{64} << 10;     // blocks from here on go where the queue is shortest
-constexpr std::uint64_t kPaced = 1000;                      // microseconds at work, and
-constexpr std::uint64_t kShown = std::uint64_t{256} << 10;  // bytes, that tell a socket's pace
-constexpr double kAlike = 2;                                // times; what differs by less is chance, or not worth it
-// A socket is taken to be so much faster with each block that it has not shown its pace in, so that one that was slow
-// for a while is tried again.
-constexpr double kHope = 1 + 1.0 / 64;
-constexpr std::size_t kTellsPace = offsetof(tcp_info, tcpi_rwnd_limited) + sizeof(tcp_info::tcpi_rwnd_limited);
+// Of several cards the kernel takes no more of what it cannot send yet: what is left goes to whichever has room.
+constexpr int kUnsent = 32 << 10;
 // What a receiver's kernel may hold unread: Linux gives a socket 6 MiB, if nobody says otherwise.
 constexpr std::uint64_t kMostUnread = std::uint64_t{8} << 20;
 // Up to here it costs less to copy a message to and from its header than to have the kernel deal with two places.
@@ -47,6 +41,21 @@ std::uint64_t Unacknowledged(int fd) {
 bool Broken(int err) {
   return err == ECONNRESET || err == ECONNABORTED || err == ETIMEDOUT || err == EHOSTUNREACH || err == EHOSTDOWN ||
          err == ENETUNREACH || err == ENETDOWN || err == EBADMSG;
+}
+
+// Of both ends of a connection, which are those of its network cards; "": of another kind than TCP.
+std::string Addresses(int fd) {
+  std::string both;
+  for (const auto name : {getsockname, getpeername}) {
+    sockaddr_in6 address{};
+    socklen_t size = sizeof address;
+    if (name(fd, reinterpret_cast<sockaddr*>(&address), &size) < 0) continue;
+    address.sin6_port = 0;
+    if (address.sin6_family == AF_INET || address.sin6_family == AF_INET6) {
+      both.append(reinterpret_cast<const char*>(&address), sizeof address);
+    }
+  }
+  return both;
 }
 
 std::string Spell(int err) {
@@ -83,12 +92,13 @@ Parts Parts::Cut(std::size_t most) const {
 Sockets::Sockets(std::span<const int> fds, const SocketId& first, std::shared_ptr<TcpShared> shared)
     : first_(first), shared_(std::move(shared)), mends_(shared_->mending != nullptr), spoil_(shared_->faults.spoil) {
   for (const int fd : fds) {
+    spread_ |= Addresses(fd) != Addresses(fds.front());
     stripes_.emplace_back();
     stripes_.back().fd = fd;
     stripes_.back().tls = Tls::Claim(fd);
-    Ready(fd);
     ArmReset(stripes_.back());
   }
+  for (const int fd : fds) Ready(fd);
   NoteOdd();
 }
 
@@ -98,6 +108,8 @@ void Sockets::Ready(int fd) const {
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) Fail("fcntl");
   // Unix sockets serve as links in tests: they have no Nagle delay to turn off.
   if (setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) < 0 && errno != EOPNOTSUPP) Fail("TCP_NODELAY");
+  if (!spread_) return;
+  if (setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsent, sizeof kUnsent) < 0) Fail("TCP_NOTSENT_LOWAT");
 }
 
 void Sockets::NoteOdd() {
@@ -326,55 +338,18 @@ void Sockets::Shutdown() const {
   for (const Stripe& s : stripes_) shutdown(s.fd, SHUT_WR);
 }
 
-double Pace::Look(int fd) {
-  tcp_info info{};
-  socklen_t size = sizeof info;
-  // Unix sockets, and kernels before 4.10, do not say it.
-  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) < 0 || size < kTellsPace) return 0;
-  const std::uint64_t busy = info.tcpi_busy_time - info.tcpi_rwnd_limited;
-  if (info.tcpi_bytes_acked < acknowledged_) *this = {};  // another socket, made in the place of the last one
-  if (busy < busy_ + kPaced || info.tcpi_bytes_acked < acknowledged_ + kShown) {
-    rate_ *= kHope;
-    return rate_;
+std::optional<Sockets::Room> Sockets::FindRoom(std::uint32_t stripe) const {
+  std::vector<pollfd> fds;
+  for (const Stripe& s : stripes_) fds.push_back({s.fd, POLLOUT, 0});
+  const int ready = poll(fds.data(), fds.size(), 0);
+  if (ready <= 0) {
+    static_cast<void>(Blocks(stripes_[stripe]));
+    return {};
   }
-  const double now = static_cast<double>(info.tcpi_bytes_acked - acknowledged_) / static_cast<double>(busy - busy_);
-  rate_ = rate_ == 0 ? now : rate_ + (now - rate_) / 4;
-  acknowledged_ = info.tcpi_bytes_acked;
-  busy_ = busy;
-  return rate_;
-}
-
-std::uint32_t Sockets::After(std::uint32_t stripe, std::size_t nbytes) {
-  std::uint32_t best = (stripe + 1) % count();
-  if (count() == 1 || nbytes < kWeighed) return best;
-  double fastest = 0;
-  bool known = true;
-  for (Stripe& s : stripes_) {
-    if (s.fd < 0) continue;
-    const double pace = s.pace.Look(s.fd);
-    known &= pace > 0;
-    fastest = std::max(fastest, pace);
-  }
-  double soonest = HUGE_VAL;
-  for (std::uint32_t i = 1; i <= count(); ++i) {
-    const std::uint32_t candidate = (stripe + i) % count();
-    const double pace = stripes_[candidate].pace.rate();
-    double needs = static_cast<double>(Queued(candidate) + nbytes + (candidate == stripe ? nbytes : 0));
-    if (known && pace * kAlike < fastest) needs *= fastest / pace;
-    if (needs < soonest) {
-      soonest = needs;
-      best = candidate;
-    }
-  }
-  return best;
-}
-
-// What has to go before anything new does; a socket that broke comes last.
-std::size_t Sockets::Queued(std::uint32_t stripe) const {
-  const Stripe& s = stripes_[stripe];
-  if (s.fd < 0) return SIZE_MAX / 2;
-  const std::uint64_t waiting = Unacknowledged(s.fd);
-  return s.owes + s.behind + (waiting == UINT64_MAX ? 0 : waiting);
+  do {
+    stripe = (stripe + 1) % count();
+  } while (fds[stripe].revents == 0);
+  return Room{static_cast<std::uint16_t>(stripe), static_cast<std::uint32_t>(ready) == count()};
 }
 
 void Sockets::Lost(std::uint32_t stripe, const char* what) {

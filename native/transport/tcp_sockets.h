@@ -39,20 +39,6 @@ struct Parts {
   Parts Cut(std::size_t most) const;  // the first bytes
 };
 
-// How fast a socket carries what waits in it: by what the peer acknowledged while something waited that it had room
-// for.
-class Pace {
- public:
-  // In bytes per microsecond, after a look at the socket; 0: not known.
-  double Look(int fd);
-  double rate() const { return rate_; }
-
- private:
-  std::uint64_t acknowledged_ = 0;
-  std::uint64_t busy_ = 0;  // microseconds
-  double rate_ = 0;
-};
-
 class Sockets {
  public:
   Sockets(std::span<const int> fds, const SocketId& first, std::shared_ptr<TcpShared> shared);
@@ -94,9 +80,15 @@ class Sockets {
   void Close() const;
   void Shutdown() const;
 
-  // Which stripe to use after `stripe`, which is about to carry `nbytes`: each in turn, and for large blocks the one
-  // that would be through with as much the soonest, so that a slow network gets less.
-  std::uint32_t After(std::uint32_t stripe, std::size_t nbytes);
+  // Whether the stripes are of several network cards, of which one may be slow.
+  bool spread() const { return spread_; }
+  // The next stripe after `stripe` that would take something now, which may be the same one; if any. Throws where
+  // `stripe` never will.
+  struct Room {
+    std::uint16_t stripe;
+    bool all;  // of them would
+  };
+  std::optional<Room> FindRoom(std::uint32_t stripe) const;
 
   // Whether data that was sent must stay where it lies; until `Keep`.
   bool lends() const { return lends_; }
@@ -134,7 +126,6 @@ class Sockets {
     bool unproved = false;
     std::string given_up;  // why it will not be made again
     std::uint64_t until_reset = 0;
-    Pace pace;
 
     // As send(2), recv(2) and recvmsg(2).
     ssize_t Put(const std::byte* bytes, std::size_t n) const;
@@ -161,7 +152,6 @@ class Sockets {
   static bool TakeProof(Stripe& s);
   void Prove(std::uint32_t stripe);
   static std::uint64_t Acknowledged(const Stripe& s);
-  std::size_t Queued(std::uint32_t stripe) const;
   void Ready(int fd) const;
   void Break(std::uint32_t stripe, bool held, const std::string& why);
   void Drop(Stripe& s);
@@ -178,6 +168,7 @@ class Sockets {
   bool mends_;
   bool odd_ = true;  // a call takes a longer way: something is to be sent again, nothing is kept, or faults are made
   bool lends_ = false;
+  bool spread_ = false;
   std::uint64_t spoil_;  // the byte of what is sent next, from 1 on, of which a bit is turned; 0: none
 };
 
