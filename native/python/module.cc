@@ -223,8 +223,10 @@ NB_MODULE(_native, m) {
       .def("sample_calls", [](PyEngine& e) { e.sampling().Begin(); })
       .def(
           "take_due",
-          [](PyEngine& e, int collective, std::size_t nbytes) { return e.sampling().TakeDue(collective, nbytes); },
-          "collective"_a, "nbytes"_a)
+          [](PyEngine& e, int collective, std::size_t count, int dtype) {
+            return e.sampling().TakeDue(collective, count * ItemSize(static_cast<DType>(dtype)));
+          },
+          "collective"_a, "count"_a, "dtype"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps, "labels"_a, "done"_a, "on_stuck"_a, "on_interrupt"_a, "on_news"_a,

@@ -15,9 +15,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 log = logging.getLogger("hetcoll")
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Resource(Protocol):
@@ -151,3 +154,15 @@ def _watch_multiprocessing() -> None:
 
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+def weakly(method: Callable[P, T]) -> Callable[P, T]:
+    """Calls a method of an object that it does not keep alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        found = reference()
+        assert found is not None, "it is in a call"
+        return found(*args, **kwargs)
+
+    return call

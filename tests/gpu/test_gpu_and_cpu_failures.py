@@ -23,7 +23,7 @@ from hetcoll.errors import (
     PeerLostError,
 )
 from hetcoll.gpu.watchdog import GpuWatch
-from hetcoll.types import Collective
+from hetcoll.types import Collective, DType
 
 pytestmark = pytest.mark.fakes
 
@@ -166,7 +166,8 @@ def test_a_rank_that_does_not_come_is_named(absent: int) -> None:
 
 
 def call_that_is_due(comm: hetcoll.Communicator) -> None:
-    comm._core.engine.take_due(Collective.ALLREDUCE, 10**12)  # as so many calls that the next one pays for a check
+    # As so many calls that the next one pays for a check.
+    comm._core.engine.take_due(Collective.ALLREDUCE, 10**12, DType.UINT8)
     for _ in range(2):
         x = Own(comm, np.full(9, comm.rank + 1, np.float32))
         comm.allreduce(x.array).wait(20)

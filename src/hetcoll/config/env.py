@@ -101,7 +101,7 @@ class Config:
     shm_read: str = "auto"
     host_id: str | None = None
     isa: str | None = None
-    check: Check = "0"
+    check: Check = "sampled"
     digest: str | None = None
     integrity: str = "sampled"
     tls: bool = False
@@ -180,7 +180,7 @@ def read_config(environ: Environ) -> Config:
         shm_read=read(environ, "HETCOLL_SHM_READ", "auto, always or never", choice(*SHM_READ), "auto"),
         host_id=word("HETCOLL_HOST_ID", "a host's name"),
         isa=word("HETCOLL_ISA", "an instruction set"),
-        check=read(environ, "HETCOLL_CHECK", "0, sampled or 1", _check, "0"),
+        check=read(environ, "HETCOLL_CHECK", "0, sampled or 1", _check, "sampled"),
         digest=word("HETCOLL_DIGEST", "a directory"),
         integrity=read(environ, "HETCOLL_INTEGRITY", "off, sampled or all", choice(*INTEGRITY), "sampled"),
         tls=_tls(environ),

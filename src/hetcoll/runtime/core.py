@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
 from ..health.stall_detector import PATIENCE
 from ..health.status_report import FREE_THREADED
+from ..lifetime import weakly
 from ..links.descriptors import host_identity
 from ..links.wiring import Wiring
 from ..rendezvous.protocol.unique_id import hosted_here
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hetcoll")
 
-T = TypeVar("T")
-P = ParamSpec("P")
 
 _MEETING_BYTES = 1024
 
@@ -121,15 +120,15 @@ class Core:
         parts = (wiring, diagnosis, self.planner)
         host = self.host = HostExecutor(owner, *parts, config.timeout)
         # Weakly, since the engine must not keep its communicator alive.
-        on_wait = _weakly(host.reporter.tell) if FREE_THREADED else None
+        on_wait = weakly(host.reporter.tell) if FREE_THREADED else None
         self.engine.set_ops(
-            OP_LABELS, DONE, _weakly(owner._stuck), _weakly(diagnosis.interrupted), _weakly(self.log_news), on_wait
+            OP_LABELS, DONE, weakly(owner._stuck), weakly(diagnosis.interrupted), weakly(self.log_news), on_wait
         )
         diagnosis.attach(self.engine, host.reporter)
         diagnosis.warn_after = config.warn_after
         self._record()
         undo.callback(self.activity.close)
-        self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
+        self.gpus = host.gpus = open_gpus(*parts, config, meet=weakly(self.meet), prepare=weakly(host.prepare))
         self._riders: dict[type[Rider], Rider] = {}
         self._rider_lock = threading.Lock()
         self.choosing = threading.RLock()  # of the owner's `_call`, which is as the last change wants it
@@ -139,11 +138,11 @@ class Core:
 
             self.ranges = ranges.find()
         self.inspection: Inspection | None = None
-        if config.digest or config.check != "0":  # few jobs need them, and imports count
-            from .inspection import Inspection
-
-            self.inspection = Inspection(self)
-        self.message_check = self.inspection if config.check == "1" else None
+        self.message_check = self.inspect() if config.check == "1" else None
+        if config.digest:
+            self.inspect()
+        if config.check == "sampled" and not wiring.topology.some_without_gpu:  # there all calls are on GPUs
+            self.engine.sample_calls()
         self.choose_fast_path()
         if rank == 0 and log.isEnabledFor(logging.INFO):
             name = group.decode() if group == WORLD else group.hex()[:6]
@@ -177,9 +176,22 @@ class Core:
         self.check_outside_group(call.describe)
         self.host.check_usable()
         seconds = self.seconds(timeout)
-        if self.inspection is None or call.label:
+        if call.label:
             return self.start(call, async_op, seconds, stream)
-        return self.inspection.collective(call, async_op, seconds, stream)
+        send, due = call.send, False
+        if send is not None and send.device == "cpu":  # all ranks know by themselves which calls are sampled
+            due = self.engine.take_due(call.collective, send.count, send.dtype) and self.gpus.executor is None
+        if not due and self.inspection is None:
+            return self.start(call, async_op, seconds, stream)
+        return self.inspect().collective(call, async_op, seconds, stream, due)
+
+    def inspect(self) -> Inspection:
+        """What looks at calls, which few jobs, or calls, need: imports count."""
+        if self.inspection is None:
+            from .inspection import Inspection
+
+            self.inspection = Inspection(self)
+        return self.inspection
 
     def start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """The same, unchecked."""
@@ -381,18 +393,6 @@ class Core:
         self.wiring.close()
         for rider in list(self._riders.values()):
             rider.close()
-
-
-def _weakly(method: Callable[P, T]) -> Callable[P, T]:
-    """Calls a method of an object that it does not keep alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        found = reference()
-        assert found is not None, "it is in a call"
-        return found(*args, **kwargs)
-
-    return call
 
 
 def refuse(*args: object) -> None:

@@ -1,7 +1,8 @@
 """HETCOLL_CHECK and HETCOLL_DIGEST: calls whose data is looked at, before them and when they are over.
 
 With HETCOLL_CHECK=sampled these are reductions of host memory, now and then: the engine says which
-(``PyEngine::IsDue``), and has all others on the fast path.
+(``PyEngine::IsDue``), and has all others on the fast path. Of asynchronous ones the input is told, as ranks may call
+either way, and the result is not looked at: the program may write there before anybody looks.
 
 Collectives are `crosscheck`'s. Before each message goes what its sender has to say of it, in the same order: a hash of
 the bytes, and what in them is not finite. Its receiver compares when the message is there. The message comes also where
@@ -85,9 +86,8 @@ class Inspection:
         self._check = self._sampled = None  # of every call, or of some
         if config.check == "1":
             self._check = CrossCheck(core.rank, core.size, self._start, core.diagnosis)
-        elif config.check == "sampled" and not core.wiring.topology.some_without_gpu:  # there all calls are on GPUs
+        elif config.check == "sampled":
             self._sampled = CrossCheck(core.rank, core.size, self._start, core.diagnosis, forgives=True)
-            core.engine.sample_calls()
         self.of_all = self._digest is not None or self._check is not None
         """Whether it looks at every call."""
         self._open: list[Checked] = []
@@ -100,10 +100,10 @@ class Inspection:
     def _start(self, call: Call, async_op: bool, seconds: float) -> Work:
         return self._core.start(call, async_op, seconds, None)
 
-    def collective(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
-        """As `Core.start`, with looks before and after."""
+    def collective(self, call: Call, async_op: bool, seconds: float, stream: object, due: bool) -> Work:
+        """As `Core.start`, with looks before and after. `due`: it is one of those that are sampled."""
         core, digest, buffer = self._core, self._digest, call.send or call.recv
-        check = self._check or self._take_sample(call)
+        check = self._check or (self._sampled if due and foldable(call) else None)
         if check is None and (async_op or digest is None):
             return core.start(call, async_op, seconds, stream)
         if self._captured(buffer, stream):
@@ -126,14 +126,6 @@ class Inspection:
         if digest is not None:
             digest.after(seen, converts)
         return work
-
-    def _take_sample(self, call: Call) -> CrossCheck | None:
-        """What checks a call where some are checked and it is one of them, which all ranks know by themselves."""
-        send = call.send
-        if self._sampled is None or send is None or send.device != "cpu":
-            return None
-        due = self._core.engine.take_due(call.collective, send.nbytes) and self._core.gpus.executor is None
-        return self._sampled if due and foldable(call) else None
 
     def _capture(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """A graph captures it: what checks it is captured with it, and looks at each replay on the GPUs."""
@@ -158,11 +150,13 @@ class Inspection:
     def _look_later(self, call: Call, seen: Call, converts: bool, check: CrossCheck, told: Told, work: Work) -> Work:
         """At an asynchronous call that has begun as `work`."""
         buffer = call.recv or call.send
-        result = None if buffer is None else Result(self._core.gpus, buffer)
+        result = None if buffer is None or check is self._sampled else Result(self._core.gpus, buffer)
 
         def look() -> None:
             check.check_input(seen, told)
-            if result is not None:
+            if check is self._sampled:
+                check.pass_over(call, told)
+            elif result is not None:
                 made = result.read()
                 last = replace(seen, send=made) if call.recv is None else replace(seen, recv=made)
                 check.check_result(last, converts, told)
