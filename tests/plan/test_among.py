@@ -216,6 +216,14 @@ def test_one_of_1024_ranks(sizes: list[int]) -> None:
         assert set(ordered(frame, Cut((0, 1), 1, 1)).order) == set(range(len(frame.own.steps)))
 
 
+def test_one_rank_alone_has_few_steps_or_none() -> None:
+    for kind, table in ALGORITHMS.items():
+        for entry in table.values():
+            if kind is not Collective.BARRIER and entry.supports(1):
+                found = ordered(Frame(entry.build(1, 0), entry, ((0,),)), Cut((0, 1), 1, 1))
+                assert sorted(found.order) == [*range(len(found.plan.steps))]
+
+
 def test_parts_take_turns() -> None:
     """Islands of 7 and 8: who shares its interval with two gives each a piece in turn. Else the second would wait for
     all of the first, and so on through all ranks: the last message would come when all bytes had gone one by one."""

@@ -203,7 +203,7 @@ class Frame:
             level[i] = limit.get(i, max(ready, least[i]))
             if level[i] < ready:
                 raise wrong(pieces.plan, i, "is needed before what it waits for")
-        return self._checked(pieces.plan, np.array(level, np.int64), np.array(before))
+        return self._checked(pieces.plan, np.array(level, np.int64), np.array(before, np.int64))
 
     def _starts(self, numbers: Numbers) -> tuple[Ints, Ints]:
         """Of the steps of `own`, and how many shares their steps of the flat plan touch."""

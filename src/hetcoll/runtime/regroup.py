@@ -160,7 +160,7 @@ def grow(core: Core, newcomers: int, timeout: float | None, make: Make[C]) -> C:
     """See `Communicator.grow`."""
     core.host.check_usable()
     if not 1 <= (count := check_int(newcomers, "newcomers")) < 1 << 31:
-        raise ArgumentError(f"newcomers: wanted 1 or more, and less than 2^31, got {count}")
+        raise ArgumentError(f"newcomers: wanted {'1 or more' if count < 1 else 'fewer than 2^31'}, got {count}")
     seconds = core.config.init_timeout if timeout is None else core.seconds(timeout)
     deadline = time.monotonic() + seconds
     told = json.dumps([core.epoch + 1, core.config.compress.label, core.config.islands]).encode()

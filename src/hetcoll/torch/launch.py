@@ -46,7 +46,7 @@ class Launcher(dist.ProcessGroup):
         super().__init__(*self._place)
         self._store, self._timeout, self._compress = store, timeout, compress
         # By the level of callbacks that use it, see `_comm`; none while the group has no ranks.
-        self._comms = [comm] if isinstance(comm, Communicator) else []
+        self._comms = [] if isinstance(comm, Place) else [comm]
         self._last_failure: Exception | None = None  # of a group that has ended
         self._futures = Level()
         self._gpu_lanes: dict[tuple[LaneName, torch.device], Lane] = {}
@@ -76,9 +76,10 @@ class Launcher(dist.ProcessGroup):
         Those that callbacks of futures start have one of their own: ranks agree on their order, but not on when they
         come among those of the program.
         """
-        level, session = self._futures.of_this_thread().number, self.comm.session
-        if level == len(self._comms):
-            store, limit = dist.PrefixStore(f"callbacks/{level}/", self._store), self._usual_timeout
+        level = self._futures.of_this_thread().number
+        if level >= len(self._comms):
+            limit, session = self._usual_timeout, self.comm.session
+            store = dist.PrefixStore(f"callbacks/{level}/", self._store)
             self._comms.append(connect(store, self.rank(), self.size(), limit, session, self._compress))
         return self._comms[level]
 

@@ -30,7 +30,9 @@ Half = tuple[torch.Tensor, int]  # of a message: its memory, and the other rank
 class Messages(Launcher):
     """The point-to-point part of `HetcollProcessGroup`."""
 
-    def __init__(self, comm: Communicator | Place, store: dist.Store, timeout: float, compress: Format | None) -> None:
+    def __init__(
+        self, comm: Communicator | Place, store: dist.Store, timeout: float, compress: Format | None = None
+    ) -> None:
         super().__init__(comm, store, timeout, compress)
         self._bundle: list[dist.Work] | None = None  # between _start_coalescing and _end_coalescing
         self._halves: tuple[Halves, Halves] = ([], [])  # sends to itself, and receives from itself
@@ -41,7 +43,7 @@ class Messages(Launcher):
         (tensor,) = tensors
         if tag:
             tag = self._matched(tensor, tag)
-        if dst_rank == self.rank():
+        if dst_rank == self._place.rank:
             return self._to_self(tensor, None, tag)
         memory, comm = flat(tensor), self._comm
         if tag:
@@ -60,7 +62,7 @@ class Messages(Launcher):
         (tensor,) = tensors
         if tag:
             tag = self._matched(tensor, tag)
-        if src_rank == self.rank():
+        if src_rank == self._place.rank:
             return self._to_self(None, tensor, tag)
         memory, comm = flat(tensor), self._comm
         if tag:

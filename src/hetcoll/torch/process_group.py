@@ -44,7 +44,7 @@ class HetcollProcessGroup(Collectives, Messages):
     ) -> None:
         super().__init__(comm, store, timeout, compress)
         self._name, self._description = "", "undefined"
-        self._session = comm.session if isinstance(comm, Communicator) else None
+        self._session = None if isinstance(comm, Place) else comm.session
         self._first_store = store
         self._handle: UniqueId | None = None
         self._inner = Inner(self)
