@@ -19,7 +19,7 @@ from cases import run_case
 from device_checks import Capture
 from gpu_calls import COLLECTIVES, device_of_rank
 from gpu_kinds import start
-from gpu_places import PLACES, STAND_INS, need_gpus
+from gpu_places import PLACES, STAND_INS, ranks_on
 from in_graph import InGraph
 from ranks import Ranks, close_all, kept, wait_until
 from reference import Case
@@ -42,8 +42,7 @@ def begin(place: str, kinds: str, islands: str | None = None) -> Ranks:
     env = {"HETCOLL_CHECK": "1", **({"HETCOLL_ISLANDS": asked} if asked else {})}
     if place == STAND_INS:
         return start(kinds, **env)
-    need_gpus(1)
-    return Ranks(len(kinds), {"HETCOLL_DEVICE": "cuda", **env}, tidy=False)
+    return ranks_on(place, ["cuda"] * len(kinds), {"HETCOLL_DEVICE": "cuda", **env})
 
 
 @pytest.fixture(scope="module", params=PLACES)

@@ -30,17 +30,25 @@ def need_gpus(wanted: int) -> int:
     return count
 
 
+def _largest_island(vendors: Sequence[str | None], asked: str | tuple[str, ...] | None) -> int:
+    """How many GPUs an island needs, whose ranks have one each: ranks of several islands may share one."""
+    if not isinstance(asked, str) or not asked:  # all GPUs of a vendor are one
+        return max(sum(vendor == each for vendor in vendors) for each in ("cuda", "posing"))
+    islands = [[int(rank) for rank in island.split(",")] for island in asked.split("|")]
+    return max(sum(vendors[rank] is not None for rank in island) for island in islands)
+
+
 def ranks_on(
     place: str, vendors: Sequence[str | None], more: Env | None = None, *, join: bool = True, **settings: object
 ) -> Ranks:
-    """Ranks with these vendors' GPUs, one each: None is a CPU, "posing" NVIDIA's that pose as AMD's. `settings` are
-    those of fakes (`fakes`): GPUs are late and share hardware queues as they are."""
+    """Ranks with these vendors' GPUs: None is a CPU, "posing" NVIDIA's that pose as AMD's. `settings` are those of
+    fakes (`fakes`): GPUs are late and share hardware queues as they are. Real GPUs are shared where there are few."""
     if place == STAND_INS:
         env = fakes.environments(vendors, len(vendors), **settings)
         return Ranks(len(vendors), {**env, **(more or {})}, join=join)
     if "hip" in vendors:
         pytest.skip("no AMD GPU")
-    need_gpus(sum(vendor in ("cuda", "posing") for vendor in vendors))
+    need_gpus(_largest_island(vendors, (more or {}).get("HETCOLL_ISLANDS")))
     if "posing" in vendors:
         fakes.require("posing")
         more = {**fakes.posing(), **(more or {})}
