@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 
 from .lanes import campaign
-from .program import ATTACKS, draw
+from .program import ATTACKS, WIDER, Program, draw
 
 
 def main() -> int:
@@ -20,12 +20,16 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", choices=["", *ATTACKS, "rdma"], help="with this attack in place of the drawn one"
     )
+    parser.add_argument("--wider", action="store_true", help="those alone that have a step of `wider`")
+    parser.add_argument("--gpus", action="store_true", help="those alone that have GPUs")
     parser.add_argument("--lanes", type=int, default=(os.cpu_count() or 1) + 1, help="at a time (%(default)s)")
     parser.add_argument("--most", type=int, default=10, help="end after so many failures (%(default)s)")
     asked = parser.parse_args()
     seeds = range(asked.first, asked.first + asked.seeds) if asked.seed is None else [asked.seed]
     if asked.seed is not None:
         print(draw(asked.seed, asked.only))
+    if asked.wider or asked.gpus:
+        seeds = [seed for seed in seeds if _fits(draw(seed, asked.only), asked.wider, asked.gpus)]
     work = [(seed, asked.only) for seed in seeds for _ in range(asked.times)]
     failed, absent = 0, Counter[str]()
     lanes = 1 if asked.only == "rdma" else asked.lanes  # there is one pair of cables
@@ -41,6 +45,12 @@ def main() -> int:
             print(f"{done} of {len(work)} played, {failed} failed", flush=True)
     print(f"{failed} failed", *(f"{n} were skipped: {why}" for why, n in absent.items()), sep=", ")
     return failed > 0
+
+
+def _fits(program: Program, wider: bool, gpus: bool) -> bool:
+    return not (wider and not any(step.what in WIDER for step in program.steps)) and not (
+        gpus and set(program.devices) == {"c"}
+    )
 
 
 if __name__ == "__main__":

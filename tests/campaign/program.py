@@ -69,7 +69,8 @@ class Program:
 
     def more(self, size: int) -> tuple[Step, ...]:
         """The steps of the communicator that comes after."""
-        return (*draw_steps(random.Random(f"{self.seed} goes on"), size, self.devices, 2), Step("fence"))
+        steps = draw_steps(random.Random(f"{self.seed} goes on"), size, self.devices, 2)
+        return (*_widen(f"{self.seed} goes on widely", steps, size, self.devices), Step("fence"))
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {self.size} ranks on hosts {self.hosts}, devices {self.devices}, {self.env}"]
@@ -114,6 +115,7 @@ def draw(seed: int, only: str = "") -> Program:
     elif random.Random(f"{seed} in secret").random() < 0.12:
         env["HETCOLL_TLS"] = "1"
     steps = draw_steps(rng, size, devices, rng.randint(1, 5))
+    steps = _widen(f"{seed} is widened", steps, size, devices)
     attack = Attack(kind, _victims(rng, size, kind), rng.randrange(len(steps)), _delay(rng, kind))
     if kind in NETWORK:
         attack = _network_attack(rng, hosts, attack)
@@ -280,6 +282,42 @@ def _step(rng: random.Random, what: str, size: int, types: Sequence[str]) -> Ste
         case "put":
             return Step(what, (rng.choice((1, 1000, 20_000)),))
     return Step(what, (some,))
+
+
+WIDER = {"experts": 4, "caches": 3, "layouts": 3, "pieces": 3, "ring": 1, "returned": 1, "trace": 0.5}
+ON_GPUS = ("experts", "caches", "pieces")
+
+
+def _widen(key: str, steps: tuple[Step, ...], size: int, devices: str) -> tuple[Step, ...]:
+    """In a fifth of programs some steps are those of `wider` instead. All else about a seed stays as it is."""
+    rng, here = random.Random(key), WIDER if set(devices) == {"c"} else {kind: WIDER[kind] for kind in ON_GPUS}
+    if rng.random() >= 0.2:
+        return steps
+    return tuple(_wider(rng, here, size, step) if rng.random() < 0.6 else step for step in steps)
+
+
+def _wider(rng: random.Random, weights: dict[str, float], size: int, step: Step) -> Step:
+    what, seed = rng.choices(list(weights), list(weights.values()))[0], rng.randrange(1 << 30)
+    match what:
+        case "experts":
+            dtype, fp8 = rng.choice((("float32", False), ("bfloat16", True), ("float16", False)))
+            return Step(what, (rng.random() < 0.5, seed, dtype, fp8, rng.randint(1, 3)))
+        case "caches":
+            groups = [(a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4) if a + b <= size]
+            if not groups:
+                return step
+            senders, receivers = rng.choice(groups)
+            ranks = rng.sample(range(size), senders + receivers)
+            return Step(what, (ranks[:senders], ranks[senders:], seed, rng.random() < 0.2))
+        case "layouts":
+            return Step(what, (seed, rng.randint(1, 4), rng.random() < 0.5))
+        case "pieces":
+            return Step(what, (seed, rng.choice((1, 100, 3000))))
+        case "returned":
+            return Step(what, (rng.choice((1, 100, 5000)), rng.randint(1, 3)))
+        case "ring":
+            return Step(what, (rng.choice((1, 3000, 50_000)),))
+    return Step(what, (rng.randrange(size),))
 
 
 def draw_case(rng: random.Random, size: int, types: Sequence[str]) -> Case:

@@ -21,6 +21,7 @@ import hetcoll
 from hetcoll import CommunicationError, PeerLostError
 
 from .program import Step, draw_steps, values
+from .wider import WIDER
 
 SECONDS = 20.0  # for what waits for ranks that hear of a failure later
 
@@ -274,7 +275,7 @@ STEPS: dict[str, Callable[..., None]] = {
     for each in (
         calls, fence, hurry, messages, tagged, split, near, repeat, objects, mistake, fork, weigh, agree, look, put,
     )
-}  # fmt: skip
+} | WIDER  # fmt: skip
 
 
 def run(comm: hetcoll.Communicator, step: Step) -> None:

@@ -144,8 +144,13 @@ def check(
     comm: hetcoll.Communicator, case: Case, dtype: str, fp8: bool, device: Device | None = None, hidden: int = HIDDEN
 ) -> None:
     """One case on this rank, whose tokens are on the GPU if there is one."""
-    experts, kind = shared(comm, dtype, fp8, hidden), np.dtype(getattr(ml_dtypes, dtype, dtype))
-    wanted = plain(case, comm.rank, comm.size, PER_RANK, hidden, kind, fp8)
+    check_with(shared(comm, dtype, fp8, hidden), comm, case, device)
+
+
+def check_with(experts: Experts, comm: hetcoll.Communicator, case: Case, device: Device | None = None) -> None:
+    """The same by these experts."""
+    kind = np.dtype(getattr(ml_dtypes, experts.dtype.label, experts.dtype.label))
+    wanted = plain(case, comm.rank, comm.size, PER_RANK, experts.hidden, kind, experts.fp8)
     ids = np.array(case.ids[comm.rank], np.int32 if case.seed % 2 else np.int64).reshape(-1, TOPK)
     received, layout = experts.dispatch(here(wanted.x, device), here(ids, device))
     assert layout.num_tokens_per_expert == wanted.counts
@@ -173,8 +178,15 @@ def check_few(
     comm: hetcoll.Communicator, case: Case, dtype: str, fp8: bool, device: Device | None = None, hidden: int = HIDDEN
 ) -> None:
     """The same of the low-latency form."""
-    experts, kind = shared_few(comm, dtype, fp8, hidden), np.dtype(getattr(ml_dtypes, dtype, dtype))
-    wanted = plain(case, comm.rank, comm.size, PER_RANK, hidden, kind, fp8)
+    check_with_few(shared_few(comm, dtype, fp8, hidden), comm, case, device)
+
+
+def check_with_few(
+    experts: LowLatencyExperts, comm: hetcoll.Communicator, case: Case, device: Device | None = None
+) -> None:
+    """The same by these experts."""
+    hidden, kind = experts.hidden, np.dtype(getattr(ml_dtypes, experts.dtype.label, experts.dtype.label))
+    wanted = plain(case, comm.rank, comm.size, PER_RANK, hidden, kind, experts.fp8)
     ids = np.array(case.ids[comm.rank], np.int32).reshape(-1, TOPK)
     for _ in range(1 + case.seed // 2 % 3):  # several dispatches, of which the last is combined
         received, layout = experts.dispatch(here(wanted.x, device), here(ids, device))
