@@ -130,7 +130,7 @@ TARGETS: dict[str, Target] = {
     ),
     "cards": Target(
         lambda data: read_cards(Column([data], [0])),
-        (Reach((), (), "none", (1000, 0), 64).telling().shared[0],),
+        (Reach((), (), "none", (1000, 0), False, 64).telling().shared[0],),
         (CommunicationError,),
     ),
     "a process": Target(Process.read, (bytes(24) + b"host",), (CommunicationError,)),

@@ -85,7 +85,7 @@ def introduced(size: int) -> tuple[list[list[bytes]], list[list[bytes]], list[by
         rows.append([*one.shared, *one.alike])
         host = rank // 8
         address = Address(f"10.1.{host >> 8}.{host & 255}", 20000 + rank % 40000, "eth0", b"%016d" % rank)
-        reach = Reach([address], [], "no RDMA here", (25000, 0), 64).telling()
+        reach = Reach([address], [], "no RDMA here", (25000, 0), True, 64).telling()
         reaches.append(reach.shared)
         places.append(reach.own)
     return [list(column) for column in zip(*rows, strict=True)], [list(c) for c in zip(*reaches, strict=True)], places
@@ -107,7 +107,7 @@ def test_what_a_rank_does_with_16384_introductions_takes_little_time_and_memory(
     seconds = time.process_time() - started
     assert len(topology.hosts) == size // 8
     assert [len(island) for island in islands] == [size]
-    assert cards == [((), "no RDMA here", (25000, 0), 64)] * size
+    assert cards == [((), "no RDMA here", (25000, 0), True, 64)] * size
     assert unpack_addresses(places[9]) == (Address("10.1.0.1", 20009, "eth0", b"%016d" % 9),)
     assert seconds < 1.2, seconds  # 0.3 where nothing else runs
     tracemalloc.start()

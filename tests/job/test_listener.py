@@ -24,7 +24,7 @@ from hetcoll.links.descriptors import host_identity
 from hetcoll.links.edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.links.listener import Listener
 from hetcoll.rendezvous.connections import auth
-from hetcoll.rendezvous.connections.interfaces import Interface, choose_interfaces, total_rate
+from hetcoll.rendezvous.connections.interfaces import Interface, are_unlike, choose_interfaces, interface_rates
 from hetcoll.rendezvous.connections.sockets import receive_exactly, unpace
 
 SECRET = b"s" * 32
@@ -361,18 +361,19 @@ def test_the_rate_of_interfaces_is_what_the_system_says_of_all(tmp_path: Path) -
         (tmp_path / name).mkdir()
         (tmp_path / name / "speed").write_text(told)
     (tmp_path / "lo/speed").mkdir(parents=True)  # where the kernel says no number, reading fails
-    assert total_rate(["eth0"], str(tmp_path)) == 10_000
-    assert total_rate(["eth0", "eth1"], str(tmp_path)) == 12_500
+    assert interface_rates(["eth0"], str(tmp_path)) == [10_000]
+    assert interface_rates(["eth0", "eth1"], str(tmp_path)) == [10_000, 2500]
     for unknown in ("tap0", "old0", "off0", "lo", "gone0"):
-        assert total_rate(["eth0", unknown], str(tmp_path)) == 0
+        assert interface_rates(["eth0", unknown], str(tmp_path)) == []
 
 
 def test_stripes_have_the_rates_of_their_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Listener.__new__(Listener)
     one.addresses = tuple(Address(host, 1, name, b"") for host, name in (("1", "a"), ("::1", "a"), ("2", "b")))
     rates = {"a": 1000, "b": 200}
-    monkeypatch.setattr("hetcoll.links.listener.total_rate", lambda names: sum(rates[name] for name in names))
-    assert [one.rate(stripes) for stripes in (1, 2, 5)] == [1000, 1200, 1200]
+    monkeypatch.setattr("hetcoll.links.listener.interface_rates", lambda names: [rates[name] for name in names])
+    assert [one.rates(stripes) for stripes in (1, 2, 5)] == [[1000], [1000, 200], [1000, 200]]
+    assert [are_unlike(each) for each in ([], [1000], [1000, 600], [200, 1000], [1000, 500])] == [0, 0, 0, 1, 1]
 
 
 def test_interfaces_are_chosen_by_name() -> None:

@@ -219,6 +219,25 @@ def test_a_network_of_no_known_rate_is_taken_for_the_machines() -> None:
     assert Machine().network(within) == ""
 
 
+def test_cards_of_unlike_rates_ask_for_few_long_messages() -> None:
+    """Where whole messages or several streams wait for each other, they wait for the slow card. If one host has such
+    cards, all choose so; equal cards, one host and RDMA change nothing."""
+    like = rated(*[(250, 0)] * 4)
+    unlike = Topology((*like.ranks[:2], replace(like.ranks[2], unlike=True), like.ranks[3]))
+    for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
+        assert choose(kind, 64 << 10, like).name != "ring"
+        for nbytes in (64 << 10, 1 << 20, 64 << 20):
+            assert choose(kind, nbytes, unlike).name == "ring"
+    assert choose(Collective.ALLREDUCE, 8, unlike).name == choose(Collective.ALLREDUCE, 8, like).name
+    nics = tuple(Nic("mlx5_0:1", "Ethernet", f"10.0.0.{r + 1}", "") for r in range(4))
+    rdma = Topology(tuple(replace(info, nics=(nics[info.rank],)) for info in unlike.ranks))
+    inside = Topology(tuple(replace(info, host="a") for info in unlike.ranks))
+    for each in (like, rdma, inside):
+        assert not each.unlike
+        told = Topology(tuple(replace(info, unlike=False) for info in each.ranks))
+        assert table(Collective.ALLREDUCE, each) == table(Collective.ALLREDUCE, told)
+
+
 def test_a_rank_fills_no_more_of_a_fast_card_than_it_can() -> None:
     fast = rated(*[(100_000, 0)] * 4)
     assert Machine().on(fast) == Machine()

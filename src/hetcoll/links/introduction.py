@@ -168,26 +168,30 @@ def _check_settings(settings: Column) -> None:
 
 
 class Reach(NamedTuple):
-    """Where a rank listens, its RDMA ports, why it has none, its cards' `RankInfo.rates`, and its `round_trip`."""
+    """Where a rank listens, its RDMA ports, why it has none, and `RankInfo.rates`, `unlike` and `round_trip`."""
 
     addresses: Sequence[Address]
     nics: Sequence[Nic]
     no_nics: str
     rates: tuple[int, int]
+    unlike: bool
     round_trip: int
 
     def telling(self) -> Telling:
         """For `read_cards`; the addresses for `unpack_addresses`, of those who ask."""
-        cards = json.dumps([[asdict(nic) for nic in self.nics], self.no_nics, *self.rates, self.round_trip]).encode()
+        nics = [asdict(nic) for nic in self.nics]
+        cards = json.dumps([nics, self.no_nics, *self.rates, self.unlike, self.round_trip]).encode()
         return Telling([cards], own=pack_addresses(self.addresses))
 
 
 class Cards(NamedTuple):
-    """A rank's RDMA ports, why it has none, its cards' rates, and its round trip: fields of `RankInfo`."""
+    """A rank's RDMA ports, why it has none, its cards' rates, whether these are unlike, and its round trip: fields of
+    `RankInfo`."""
 
     nics: tuple[Nic, ...]
     no_nics: str
     rates: tuple[int, int]
+    unlike: bool
     round_trip: int
 
 
@@ -198,7 +202,9 @@ def read_cards(column: Column) -> list[Cards]:
 
 @parser("what a rank tells of its cards")
 def _read_cards(value: bytes) -> Cards:
-    nics, no_nics, tcp, rdma, round_trip = json.loads(value)
+    nics, no_nics, tcp, rdma, unlike, round_trip = json.loads(value)
     if not (isinstance(tcp, int) and isinstance(rdma, int) and isinstance(round_trip, int)):
         raise TypeError(f"rates and round trip: wanted whole numbers, got {tcp}, {rdma} and {round_trip}")
-    return Cards(tuple(Nic(**nic) for nic in nics), no_nics, (tcp, rdma), round_trip)
+    if not isinstance(unlike, bool):
+        raise TypeError(f"whether cards are unlike: wanted true or false, got {unlike}")
+    return Cards(tuple(Nic(**nic) for nic in nics), no_nics, (tcp, rdma), unlike, round_trip)

@@ -18,7 +18,7 @@ from ..config.limits import Held
 from ..errors import ClosedError, InitError, spell_ranks
 from ..rendezvous.connections.acceptor import Acceptor
 from ..rendezvous.connections.auth import Service
-from ..rendezvous.connections.interfaces import choose_interfaces, total_rate
+from ..rendezvous.connections.interfaces import choose_interfaces, interface_rates
 from ..rendezvous.connections.sockets import BACKLOG, settle, spell_error, unpace
 from .connector import connect_all
 from .edges import ADMITTED, CAME, CONFIRMED, TAKEN, YIELD, Address, Came, EdgeKey, Request
@@ -101,9 +101,9 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name="hetcoll-listener", daemon=True)
         lifetime.start(self._thread, self)
 
-    def rate(self, stripes: int) -> int:
-        """Mbit/s of the interfaces that so many stripes of a link use; 0 where the system does not say it of one."""
-        return total_rate(list(dict.fromkeys(address.interface for address in self.addresses))[:stripes])
+    def rates(self, stripes: int) -> list[int]:
+        """Mbit/s of the interfaces that so many stripes of a link use; none where the system does not say it of one."""
+        return interface_rates(list(dict.fromkeys(address.interface for address in self.addresses))[:stripes])
 
     def connect_many(
         self, requests: Iterable[Request], deadline: float, check: Callable[[], None] = _nothing

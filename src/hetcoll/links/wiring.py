@@ -24,6 +24,7 @@ from ..config.limits import Held, reserve_descriptors
 from ..errors import ArgumentError, ClosedError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import Topology
+from ..rendezvous.connections.interfaces import are_unlike
 from ..rendezvous.connections.secure import detach_all
 from ..rendezvous.control import ControlClient
 from .descriptors import shared_memory
@@ -186,8 +187,10 @@ class Wiring:
         self.mending = Mending(self.rank, self._comm, self._listener, self._places, timeout, check)
         self.mending.add(self.engine)
         no_nics = self._open_nics(self._listener.addresses)
-        rates = self._listener.rate(self.stripes or 1), 0 if self.local_nics is None else self.local_nics.rate
-        mine = Reach(self._listener.addresses, self.nics, no_nics, rates, self._control.round_trip).telling()
+        tcp = self._listener.rates(self.stripes or 1)
+        rates = sum(tcp), 0 if self.local_nics is None else self.local_nics.rate
+        unlike = are_unlike(tcp)
+        mine = Reach(self._listener.addresses, self.nics, no_nics, rates, unlike, self._control.round_trip).telling()
         (told,) = self._control.exchange_columns(self.group, _ADDRESSES, mine, self._left())
         cards = zip(self.topology.ranks, read_cards(told), strict=True)
         infos = (replace(info, **each._asdict()) for info, each in cards)

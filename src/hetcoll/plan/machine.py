@@ -54,6 +54,8 @@ class Machine(NamedTuple):
     `incast` is how much longer bytes take over TCP for each further rank that sends to the same one, of up to
     `incast_most`, the most that was measured: shaped links of 4 and 8 hosts were filled to 0.92 and 0.79 by direct
     all-reduces, to 0.96 and more by rings.
+    `unlike` is how much longer bytes take over cards of unlike rates where whole messages or several streams wait for
+    each other: each time they wait for what the slow card has last, while a ring goes on meanwhile.
     `slots_incast` is the same for each GPU of a host beyond the second that sends to the same one, through slots in the
     host's memory: among four, direct all-reduces of 16 MiB took 1.15 to 1.3 times as long as rings, of 256 MiB as long.
     `island` is a vendor's collective among its GPUs: what NCCL takes over NVLink. `verbs` is what a card of 100 Gb/s is
@@ -72,6 +74,7 @@ class Machine(NamedTuple):
     staging: float = 14e-6
     incast: float = 0.04
     incast_most: int = 7
+    unlike: float = 1.25
     slots_incast: float = 0.0
     slots_incast_most: int = 3
     measured: Network | None = None

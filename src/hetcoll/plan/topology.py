@@ -50,8 +50,9 @@ class RankInfo:
     ``cpu``, ``cuda`` or ``hip``, or nothing. `no_direct` says why its RDMA devices do not reach its GPU's memory;
     nothing where they do, or nobody has looked. `claims`: its processor is slow to write where others have only read,
     so slots are claimed (native/transport/shm/shm.h). `rates`, in Mbit/s, are those of the cards that it uses for TCP
-    and for RDMA, as its system says; 0 where it does not. `round_trip`, in microseconds, is that to the host of the
-    job's store, or of a relay, by TCP; 0 on that host, and where the system does not say it.
+    and for RDMA, as its system says; 0 where it does not. `unlike`: one of its cards for TCP has at most half of what
+    another one has. `round_trip`, in microseconds, is that to the host of the job's store, or of a relay, by TCP; 0 on
+    that host, and where the system does not say it.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class RankInfo:
     no_direct: str = ""
     claims: bool = False
     rates: tuple[int, int] = (0, 0)
+    unlike: bool = False
     round_trip: int = 0
 
 
@@ -356,6 +358,11 @@ class Topology:
         which = self.between_hosts == "verbs"
         told = ((info.rates[which], info.rank) for info in self.ranks if info.rates[which] > 0)
         return min(told, default=(0, 0)) if len(self.hosts) > 1 else (0, 0)
+
+    @cached_property
+    def unlike(self) -> bool:
+        """Whether TCP carries data between hosts over cards of unlike rates, on some host."""
+        return len(self.hosts) > 1 and self.between_hosts == "tcp" and any(info.unlike for info in self.ranks)
 
     @cached_property
     def round_trip(self) -> tuple[int, int]:

@@ -264,7 +264,7 @@ class _Place:
         self.hosts = hosts = topology.hosts
         self.size = topology.size
         self.inside, self.between = _links(topology, machine)
-        self.several, self.claims = len(hosts) > 1, topology.claims
+        self.several, self.claims, self.unlike = len(hosts) > 1, topology.claims, topology.unlike
         # How many ranks have the next one on another host; and how many ranks' whole traffic the busiest host's network
         # card carries, where they talk to those next to them, and where they talk to anyone.
         self.borders, self.next_senders, self.senders = 0, 0.0, 0.0
@@ -305,13 +305,15 @@ class _Place:
         return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * senders)
 
     def incast(self, cost: Cost) -> float:
-        """How much longer bytes take where several send to one host at a time, or several GPUs to one."""
+        """How much longer bytes take where several send to one host at a time, or several GPUs to one; and where that
+        waits for the slow one of a host's cards."""
         machine = self.machine
         if not self.several:
             return 1 + machine.slots_incast * max(0, min(cost.senders, machine.slots_incast_most) - 2)
         if self.between is not machine.tcp:
             return 1.0
-        return 1 + machine.incast * (min(cost.senders, machine.incast_most) - 1)
+        waits = machine.unlike if self.unlike and (cost.stepwise or cost.senders > 1) else 1.0
+        return waits * (1 + machine.incast * (min(cost.senders, machine.incast_most) - 1))
 
     def levels(self, levels: Levels) -> Line:
         """The work inside a host, then that between hosts, as if nothing overlapped."""

@@ -6,7 +6,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...config.variables import InterfaceFilter
@@ -80,20 +80,25 @@ def _ipv6_addresses() -> dict[str, list[str]]:
     return found
 
 
-def total_rate(names: Iterable[str], folder: str = _NET) -> int:
-    """The sum of what the system says of these interfaces, in Mbit/s; 0 where it does not say it of each: of some
+def interface_rates(names: Iterable[str], folder: str = _NET) -> list[int]:
+    """What the system says of each of these interfaces, in Mbit/s; nothing where it does not say it of each: of some
     virtual ones, and where there is no carrier. veth(4) says 10000, whatever carries it on."""
-    total = 0
+    rates: list[int] = []
     for name in names:
         try:
             with open(f"{folder}/{name}/speed") as file:
                 rate = int(file.read())
         except (OSError, ValueError):  # loopback has a file that cannot be read
-            return 0
+            return []
         if not 0 < rate < _NOT_SAID:
-            return 0
-        total += rate
-    return total
+            return []
+        rates.append(rate)
+    return rates
+
+
+def are_unlike(rates: Sequence[int]) -> bool:
+    """Whether one of these cards has half the rate of another one, or less."""
+    return bool(rates) and max(rates) >= 2 * min(rates)
 
 
 def choose_interfaces(wanted: InterfaceFilter, *, loopback: bool = False) -> list[Interface]:
