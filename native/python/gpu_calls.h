@@ -78,7 +78,8 @@ class GpuCalls {
     const std::shared_ptr<const GpuCall> call =  // its own: another thread may change the cache
         cache_.Find({static_cast<std::uint8_t>(collective), first->plain.dtype, static_cast<std::uint8_t>(redop), root,
                      first->plain.count, second->plain.count});
-    if (!call) return nb::none();
+    const std::size_t nbytes = first->plain.count * ItemSize(first->plain.dtype);
+    if (!call || engine_.sampling().IsDue(collective, nbytes, true)) return nb::none();
     Run(*call, reinterpret_cast<Address>(first->plain.data), reinterpret_cast<Address>(second->plain.data),
         reinterpret_cast<Address>(first->stream), true);
     return WorkOf(Py_TYPE(send.ptr()), first->stream);

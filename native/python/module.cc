@@ -220,13 +220,14 @@ NB_MODULE(_native, m) {
           nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "local_rank"_a, "spin_seconds"_a, "oversubscribed"_a,
           "timeout"_a, "fault"_a = "", "integrity"_a = 0)
       .def("set_starts", &PyEngine::SetStarts, "starts"_a)
-      .def("sample_calls", [](PyEngine& e) { e.sampling().Begin(); })
+      .def(
+          "sample_calls", [](PyEngine& e, bool mixed) { e.sampling().Begin(mixed); }, "mixed"_a)
       .def(
           "take_due",
-          [](PyEngine& e, int collective, std::size_t count, int dtype) {
-            return e.sampling().TakeDue(collective, count * ItemSize(static_cast<DType>(dtype)));
+          [](PyEngine& e, int collective, std::size_t count, int dtype, bool on_gpu) {
+            return e.sampling().TakeDue(collective, count * ItemSize(static_cast<DType>(dtype)), on_gpu);
           },
-          "collective"_a, "count"_a, "dtype"_a)
+          "collective"_a, "count"_a, "dtype"_a, "on_gpu"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps, "labels"_a, "done"_a, "on_stuck"_a, "on_interrupt"_a, "on_news"_a,

@@ -104,7 +104,7 @@ class PyEngine {
                       send_buffer.count(),
                       out.count()};
     const std::shared_ptr<Shape>& shape = cache_.Find(key);
-    if (!shape || sampling_.IsDue(key.collective, send_buffer.nbytes())) return nb::none();
+    if (!shape || sampling_.IsDue(key.collective, send_buffer.nbytes(), false)) return nb::none();
     // A message's shape has one buffer; which of the two it is, its plan knows.
     const std::size_t nbytes = std::max(send_buffer.nbytes(), out.nbytes());
     const Status status = Run(shape, send_buffer.data(), out.data(), nbytes, timeout_);
@@ -118,7 +118,7 @@ class PyEngine {
   bool Start(const CallKey& key, void* send, void* recv, std::shared_ptr<Task>& pending) {
     if (!starts_.load(std::memory_order_relaxed) || engine_.forked() || engine_.failed()) return false;
     const std::shared_ptr<Shape> shape = cache_.Find(key);  // its own: another thread may change the cache
-    if (!shape || sampling_.IsDue(key.collective, shape->bound.send_bytes)) return false;
+    if (!shape || sampling_.IsDue(key.collective, shape->bound.send_bytes, false)) return false;
     Outcome outcome = Outcome::kPending;
     if (std::max(shape->bound.send_bytes, shape->bound.recv_bytes) <= kHoldGilBytes) {
       outcome = engine_.RunPrompt(shape, send, recv, pending, nullptr);

@@ -12,45 +12,56 @@ namespace hetcoll {
 
 class Sampling {
  public:
-  // From here on `IsDue` counts. Before other threads call.
-  void Begin() { on_ = true; }
+  // From here on `IsDue` counts. Before other threads call. `mixed`: some ranks have no GPU, and what they do for a
+  // call among GPUs, and for its check, is what counts on all.
+  void Begin(bool mixed) {
+    on_ = true;
+    mixed_ = mixed;
+  }
 
   // Whether a call that reduces so many bytes of each rank is to be checked: then it is for the slow path, where the
   // count begins anew. All ranks come to the same answer, since each of these calls is counted once, by what it has in
-  // common. Checks take less than a hundredth of what calls take, where a call takes no less than 1.5 us and 0.05 ns a
-  // byte, and a check no more than 2 ms and 10 ns a byte.
-  bool IsDue(int collective, std::size_t nbytes) {
+  // common.
+  bool IsDue(int collective, std::size_t nbytes, bool on_gpu) {
     if (!on_) [[likely]]
       return false;
     const nanobind::ft_lock_guard lock(mutex_);
-    return Count(collective, nbytes);
+    return Count(collective, nbytes, on_gpu);
   }
 
   // The same for the slow path.
-  bool TakeDue(int collective, std::size_t nbytes) {
+  bool TakeDue(int collective, std::size_t nbytes, bool on_gpu) {
     if (!on_) return false;
     const nanobind::ft_lock_guard lock(mutex_);
-    const bool due = Count(collective, nbytes);
+    const bool due = Count(collective, nbytes, on_gpu);
     if (due) called_ = 0;
     return due;
   }
 
  private:
-  bool Count(int collective, std::size_t nbytes) {
+  // Picoseconds: what a call takes at least, and a check at most, and each for a byte.
+  struct Costs {
+    std::uint64_t call, call_byte, check, check_byte;
+  };
+  static constexpr Costs kOnHost{1'500'000, 50, 2'000'000'000, 10'000};
+  static constexpr Costs kOnGpu{3'000'000, 2, 2'000'000'000, 20};
+
+  bool Count(int collective, std::size_t nbytes, bool on_gpu) {
     const auto kind = static_cast<Collective>(collective);
     if (kind != Collective::kAllreduce && kind != Collective::kReduceScatter && kind != Collective::kReduce) {
       return false;
     }
-    constexpr std::uint64_t kOneOf = 100;
-    constexpr std::uint64_t kCall = 150'000, kCallByte = 5, kCheck = 200'000'000, kCheckByte = 1000;  // ns / 100
-    if (called_ >= kOneOf * (kCheck + kCheckByte * nbytes)) return true;
-    called_ += kCall + kCallByte * nbytes;
+    constexpr std::uint64_t kOneOf = 100;  // checks take less than a hundredth of what calls take
+    const Costs& costs = on_gpu && !mixed_ ? kOnGpu : kOnHost;
+    if (called_ >= kOneOf * (costs.check + costs.check_byte * nbytes)) return true;
+    called_ += costs.call + costs.call_byte * nbytes;
     return false;
   }
 
   bool on_ = false;
+  bool mixed_ = false;
   nanobind::ft_mutex mutex_;
-  std::uint64_t called_ = 0;  // since a call was checked: hundredths of a ns that calls took at least
+  std::uint64_t called_ = 0;  // since a call was checked: picoseconds that calls took at least
 };
 
 }  // namespace hetcoll

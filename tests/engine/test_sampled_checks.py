@@ -41,7 +41,7 @@ class Sampled:
     def skip(self) -> None:
         """As so many calls would, for which a test has no time."""
         nbytes = (SKIPPED * COST - 150_000) // 5
-        assert not self.comm._core.engine.take_due(Collective.ALLREDUCE, nbytes, DType.UINT8)
+        assert not self.comm._core.engine.take_due(Collective.ALLREDUCE, nbytes, DType.UINT8, False)
 
     def call(self, times: int, value: float = 1.0) -> int:
         """How many of these calls were over before one failed. Rank 0 waits for each later."""

@@ -23,7 +23,6 @@ from hetcoll.errors import (
     PeerLostError,
 )
 from hetcoll.gpu.watchdog import GpuWatch
-from hetcoll.types import Collective, DType
 
 pytestmark = pytest.mark.fakes
 
@@ -163,17 +162,3 @@ def test_a_rank_that_does_not_come_is_named(absent: int) -> None:
         ranks.kill_all()
     assert isinstance(outcome.error, CollectiveTimeoutError), outcome.trace
     assert f"rank {absent}" in str(outcome.error)
-
-
-def call_that_is_due(comm: hetcoll.Communicator) -> None:
-    # As so many calls that the next one pays for a check.
-    comm._core.engine.take_due(Collective.ALLREDUCE, 10**12, DType.UINT8)
-    for _ in range(2):
-        x = Own(comm, np.full(9, comm.rank + 1, np.float32))
-        comm.allreduce(x.array).wait(20)
-        assert (x.get() == 3).all()
-
-
-def test_sums_with_gpus_are_not_sampled_on_either_side() -> None:
-    with start("nc", HETCOLL_CHECK="sampled", HETCOLL_TIMEOUT="20") as ranks:
-        ranks.run(call_that_is_due, timeout=60)

@@ -297,7 +297,7 @@ class GpuExecutor:
 
     @property
     def replays(self) -> Replays:
-        """What HETCOLL_CHECK has graphs do, made by the first call that is captured."""
+        """What HETCOLL_CHECK has GPUs do, made by the first call that is captured or sampled."""
         if self._replays is None:
             from .replays import Replays
 
@@ -376,6 +376,7 @@ class GpuExecutor:
                         self._standing.broken(f"its GPU calls had been under way for {timeout:g} s when it closed")
                     self.fail()  # also of what the engine alone has failed with
                 time.sleep(0.001)
+        self.look_at_replays()  # of calls that have ended since the last look
         self._windows.clear()  # there is nothing left to wait for where one is closed later
         self._replays = None  # what is let go below has no results
         self._segment.release_kernels(self._share.here)  # of a replay that began just now: drivers wait for it below

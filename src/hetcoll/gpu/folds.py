@@ -1,9 +1,11 @@
-"""Kernels that check what graphs capture (``vendors/devices/kernels/checks.h``), their memory, and their launches."""
+"""Kernels that check calls on GPUs (``vendors/devices/kernels/checks.h``), their memory, and their launches."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -52,8 +54,14 @@ class Parts:
     offsets: int
 
 
+class _Memory(Protocol):
+    def take(self, nbytes: int) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class _Arena:
-    """Memory that stays until `close`, zero at first."""
+    """Memory that stays until `close`, zero at first. What is given back is taken again for what has its size."""
 
     def __init__(
         self, allocate: Callable[[int], int], free: Callable[[int], None], fill: Callable[[int, int], object]
@@ -61,11 +69,14 @@ class _Arena:
         self._allocate, self._free, self._clear = allocate, free, fill
         self._lock = threading.Lock()  # of what follows
         self._chunks: list[int] = []
+        self._unused: defaultdict[int, list[int]] = defaultdict(list)  # by size
         self._at = self._end = 0
 
     def take(self, nbytes: int) -> int:
         nbytes = -(-nbytes // _ALIGNED) * _ALIGNED
         with self._lock:
+            if unused := self._unused[nbytes]:
+                return unused.pop()
             if self._end - self._at < nbytes:
                 room = max(nbytes, _CHUNK)
                 self._at = self._allocate(room)
@@ -75,9 +86,30 @@ class _Arena:
             self._at += nbytes
             return self._at - nbytes
 
+    def give_back(self, at: int, nbytes: int) -> None:
+        with self._lock:
+            self._unused[-(-nbytes // _ALIGNED) * _ALIGNED].append(at)
+
     def close(self) -> None:
         while self._chunks:
             self._free(self._chunks.pop())
+
+
+class _Loan:
+    """Memory of an arena that `close` gives back to it."""
+
+    def __init__(self, arena: _Arena) -> None:
+        self._arena = arena
+        self._taken: list[tuple[int, int]] = []
+
+    def take(self, nbytes: int) -> int:
+        at = self._arena.take(nbytes)
+        self._taken.append((at, nbytes))
+        return at
+
+    def close(self) -> None:
+        while self._taken:
+            self._arena.give_back(*self._taken.pop())
 
 
 class Folds:
@@ -87,8 +119,19 @@ class Folds:
         self._path, self._queue, self._calls, self._device = path, queue, calls, path.device
         device = self._device
         device.kernels().load_kept()  # before replays are under way, for which a driver may wait when it loads kernels
-        self._memory = _Arena(device.allocate, device.free, lambda at, nbytes: clear(device, at, nbytes))
-        self._pinned = _Arena(device.allocate_host, device.free_host, lambda at, nbytes: ctypes.memset(at, 0, nbytes))
+        on_gpu = (device.allocate, device.free, lambda at, nbytes: clear(device, at, nbytes))
+        on_host = (device.allocate_host, device.free_host, lambda at, nbytes: ctypes.memset(at, 0, nbytes))
+        self._arenas = _Arena(*on_gpu), _Arena(*on_gpu), _Arena(*on_host)
+        self._memory: _Memory
+        self._tickets: _Memory  # that are 0 whenever no kernel is at work
+        self._pinned: _Memory
+        self._memory, self._tickets, self._pinned = self._arenas
+
+    def once(self) -> Folds:
+        """The same of one call, whose memory others have after its `close`: once its comparison is over."""
+        made = copy.copy(self)
+        made._memory, made._tickets, made._pinned = map(_Loan, self._arenas)
+        return made
 
     def records(self, count: int) -> int:
         """The place of so many records."""
@@ -96,7 +139,10 @@ class Folds:
 
     def findings(self) -> table.Findings:
         """In pinned memory."""
-        return table.Findings.from_address(self._pinned.take(ctypes.sizeof(table.Findings)))
+        nbytes = ctypes.sizeof(table.Findings)
+        at = self._pinned.take(nbytes)
+        ctypes.memset(at, 0, nbytes)
+        return table.Findings.from_address(at)
 
     def parts(self, buffer: Buffer, elements: Sequence[int]) -> Parts:
         offsets = np.array([*accumulate(elements, initial=0)], np.uint64)
@@ -105,18 +151,18 @@ class Folds:
         return Parts(buffer, elements, at)
 
     def fold(self, parts: Parts, op: int, to: int, stream: int) -> None:
-        """Capture on `stream` that a record of each part is written to `to`."""
+        """Enqueue or capture on `stream` that a record of each part is written to `to`."""
         count, dtype = len(parts.elements), parts.buffer.dtype
         most = max(parts.elements) * dtype.itemsize
         blocks = max(1, min(_MOST_BLOCKS // count, -(-most // _BLOCK_BYTES)))
         arguments = table.Fold(offsets=parts.offsets, op=op, blocks=blocks)
         if blocks > 1:  # graphs may run at one time, so each has its own
-            arguments.partial, arguments.tickets = self.records(count * blocks), self._memory.take(4 * count)
+            arguments.partial, arguments.tickets = self.records(count * blocks), self._tickets.take(4 * count)
         name, _ = checks_names(dtype)
         self._launch(name, arguments, count * blocks, table.FOLD_THREADS, parts.buffer.ptr, to, stream)
 
     def compare(self, dtype: DType, arguments: table.Comparison, to: table.Findings, stream: int) -> None:
-        """Capture on `stream` that records are compared."""
+        """Enqueue or capture on `stream` that records are compared."""
         _, name = checks_names(dtype)
         self._launch(name, arguments, 1, _COMPARING, arguments.given, ctypes.addressof(to), stream)
 
@@ -131,5 +177,5 @@ class Folds:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._memory.close()
-        self._pinned.close()
+        for memory in (self._memory, self._tickets, self._pinned):
+            memory.close()

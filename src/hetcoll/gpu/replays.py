@@ -5,6 +5,9 @@ collective by which the ranks tell each other of their folds, and a kernel that 
 another one that says what its sender has. What a comparison finds it writes to pinned memory, for `look`, which the
 GPU's watchdog calls each second and the communicator's next call does. A replay is not a call: there is nobody to whom
 an input that is not finite could be an error, so that is logged.
+
+A call that is sampled has the same around it once, on its own stream, or behind that where it is asynchronous: what
+waits for the call waits for its check. There an input that is not finite is nobody's error.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from ..health.status_report import call_site
 from ..runtime.checksums import Fold, foldable
 from ..runtime.crosscheck import given, shares
 from ..types import COMPLEX, CUT, FLOATS, FROM_ROOT, REDUCING, TO_ROOT, Collective, DType, ReduceOp
+from ..vendors.devices.base import URGENT
 from ..vendors.devices.kernels import table
 from ..work import Work
 from .folds import RECORD, Executor, Folds, Parts
+from .lanes import SideStream
 
 log = logging.getLogger("hetcoll")
 
@@ -49,7 +54,7 @@ class Ranks(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Captured:
-    """A call that a graph has, and what is found in its replays. `own` is what this rank gives."""
+    """A call that a graph has, or one that is sampled, and what is found of it. `own` is what this rank gives."""
 
     what: str
     site: str
@@ -62,6 +67,8 @@ class _Captured:
     source: int = -1
     """Of a message that this rank receives."""
     said: bool = False
+    once: Folds | None = None
+    """What a call that is sampled gives back once that is found."""
 
 
 class Replays:
@@ -79,13 +86,28 @@ class Replays:
         self._rank, self._size = ranks.rank, ranks.size
         self._lock = threading.Lock()  # of what follows
         self._captured: list[_Captured] = []
+        self._side: SideStream | None = None  # of asynchronous calls that are sampled
 
-    # Capturing.
+    # Capturing, and sampling.
 
     def collective(self, call: Call, stream: object, start: Callable[[Call], Work]) -> Work:
         """See `runtime.executor.Replays`."""
         handle = self._path.stream(stream, sendbuf=call.send, recvbuf=call.recv)
-        folds, rank, size = self._folds, self._rank, self._size
+        return self._around(call, handle, start, self._folds, None)
+
+    def once(self, call: Call, stream: object, async_op: bool, start: Callable[[Call, object], Work]) -> Work:
+        """See `runtime.executor.Replays`."""
+        handle = self._path.stream(stream, sendbuf=call.send, recvbuf=call.recv)
+        self.look()  # which gives memory back
+        with self._path.device.active():
+            if async_op:
+                self._side = self._side or SideStream(self._path.device, URGENT)
+                handle = self._side.behind(handle)
+            folds = self._folds.once()
+            return self._around(call, handle, lambda each: start(each, handle), folds, folds)
+
+    def _around(self, call: Call, handle: int, start: Callable[[Call], Work], folds: Folds, once: Folds | None) -> Work:
+        rank, size = self._rank, self._size
         source, result = given(call, rank), call.recv or call.send
         assert result is not None, "it has memory on a GPU"
         like, (gives, gets) = result, shares(call, size)
@@ -111,10 +133,12 @@ class Replays:
             root=call.root if call.collective in FROM_ROOT else size, parts=len(gets) if compares else 0,
             op=op if compares else table.MOVED, **_given(own, mine), **self._bounds(call, fold, gets[0]),
         )  # fmt: skip
-        captured = _Captured(call.describe(), call_site(), source, folds.findings())
+        captured = _Captured(call.describe(), call_site(), source, folds.findings(), said=once is not None, once=once)
         if fold is not None:
             captured.fold, captured.number = call.op.label, _number(call, fold)
-        self._compare(captured, call.dtype, arguments, handle)
+        if once is not None:
+            captured.own = None  # which would keep the program's memory
+        self._compare(captured, call.dtype, arguments, handle, folds)
         return work
 
     def _bounds(self, call: Call, fold: Fold | None, elements: int) -> dict[str, Any]:
@@ -164,17 +188,21 @@ class Replays:
             folds.fold(parts, table.MOVED, arguments.made, stream)
         else:
             arguments.own, arguments.own_parts, arguments.offsets = row.ptr, 1, parts.offsets
-        self._compare(captured, buffer.dtype, arguments, stream)
+        self._compare(captured, buffer.dtype, arguments, stream, folds)
 
-    def _compare(self, captured: _Captured, dtype: DType, arguments: table.Comparison, stream: int) -> None:
-        self._folds.compare(dtype, arguments, captured.found, stream)
+    def _compare(
+        self, captured: _Captured, dtype: DType, arguments: table.Comparison, stream: int, folds: Folds
+    ) -> None:
+        folds.compare(dtype, arguments, captured.found, stream)
         with self._lock:
             self._captured.append(captured)
 
     # Looking.
 
     def look(self) -> None:
-        """Tell of what replays have found since the last look. What is wrong fails the communicator."""
+        """Tell of what has been found since the last look. What is wrong fails the communicator."""
+        if not self._captured:
+            return
         wrong = []
         with self._lock:
             for each in self._captured:
@@ -183,8 +211,11 @@ class Replays:
                     self._tell_odd(each)
                 if each.found.wrong_replay:
                     wrong.append(self._spell(each))
-            if wrong:
-                self._captured = [each for each in self._captured if not each.found.wrong_replay]
+            over = [each for each in self._captured if each.once is not None and each.found.replays]
+            self._captured = [each for each in self._captured if each not in over and not each.found.wrong_replay]
+            for each in over:
+                assert each.once is not None, "it is sampled"
+                each.once.close()
         if wrong:
             log.error("%s", "; ".join(wrong))
             self._diagnosis.post(Kind.CORRUPT, -1, wrong[0])
@@ -218,6 +249,8 @@ class Replays:
         with self._lock:
             self._captured = []
             self._folds.close()
+            if self._side is not None:
+                self._side.close()
 
 
 def _row(at: int, records: int, like: Buffer, stream: int) -> Buffer:
@@ -237,4 +270,6 @@ def _number(call: Call, fold: Fold) -> str:
 
 
 def _replay(each: _Captured, number: int) -> str:
+    if each.once is not None:
+        return f"called at {each.site}"
     return f"in replay {number} of the graph that captured it at {each.site}"

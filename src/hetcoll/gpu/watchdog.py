@@ -121,8 +121,8 @@ class GpuWatch:
         while True:
             self._wake.wait(self._pause)
             self._wake.clear()
-            self._look()
             self._look_after()
+            self._look()
             if self._ended:
                 return
 

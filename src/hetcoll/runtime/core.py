@@ -141,8 +141,8 @@ class Core:
         self.message_check = self.inspect() if config.check == "1" else None
         if config.digest:
             self.inspect()
-        if config.check == "sampled" and not wiring.topology.some_without_gpu:  # there all calls are on GPUs
-            self.engine.sample_calls()
+        if config.check == "sampled":
+            self.engine.sample_calls(wiring.topology.some_without_gpu)
         self.choose_fast_path()
         if rank == 0 and log.isEnabledFor(logging.INFO):
             name = group.decode() if group == WORLD else group.hex()[:6]
@@ -179,8 +179,8 @@ class Core:
         if call.label:
             return self.start(call, async_op, seconds, stream)
         send, due = call.send, False
-        if send is not None and send.device == "cpu":  # all ranks know by themselves which calls are sampled
-            due = self.engine.take_due(call.collective, send.count, send.dtype) and self.gpus.executor is None
+        if send is not None:  # all ranks know by themselves which calls are sampled
+            due = self.engine.take_due(call.collective, send.count, send.dtype, send.device != "cpu")
         if not due and self.inspection is None:
             return self.start(call, async_op, seconds, stream)
         return self.inspect().collective(call, async_op, seconds, stream, due)

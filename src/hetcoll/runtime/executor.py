@@ -163,10 +163,14 @@ class Snapshot(Work):
 
 
 class Replays(Protocol):
-    """HETCOLL_CHECK of what graphs capture (`gpu.replays.Replays`)."""
+    """HETCOLL_CHECK of what graphs capture, and of what is sampled (`gpu.replays.Replays`)."""
 
     def collective(self, call: Call, stream: object, start: Callable[[Call], Work]) -> Work:
         """Have `start` capture `call` on `stream`, and what checks its replays around it."""
+
+    def once(self, call: Call, stream: object, async_op: bool, start: Callable[[Call, object], Work]) -> Work:
+        """Have `start` enqueue `call`, which no graph captures, on the stream it is given, and what checks it around
+        it. What comes on `stream` later begins after both, unless `async_op`; the work is over when both are."""
 
     def exchange(self, ends: SendRecv, stream: object, start: Callable[[SendRecv], Work]) -> Work:
         """The same of a message, or two at once."""

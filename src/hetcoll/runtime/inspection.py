@@ -1,8 +1,9 @@
 """HETCOLL_CHECK and HETCOLL_DIGEST: calls whose data is looked at, before them and when they are over.
 
-With HETCOLL_CHECK=sampled these are reductions of host memory, now and then: the engine says which
-(``PyEngine::IsDue``), and has all others on the fast path. Of asynchronous ones the input is told, as ranks may call
-either way, and the result is not looked at: the program may write there before anybody looks.
+With HETCOLL_CHECK=sampled these are reductions, now and then: the engine says which (``PyEngine::IsDue``), and has all
+others on the fast path. Where all ranks have GPUs these look, as they do at replays, and no host waits. Elsewhere hosts
+look. Of asynchronous calls they tell the input, as ranks may call either way, and do not look at the result: the
+program may write there before anybody looks.
 
 Collectives are `crosscheck`'s. Before each message goes what its sender has to say of it, in the same order: a hash of
 the bytes, and what in them is not finite. Its receiver compares when the message is there. The message comes also where
@@ -109,6 +110,11 @@ class Inspection:
         if self._captured(buffer, stream):
             return self._capture(call, async_op, seconds, stream)
         converts = core.gpus.converts(buffer, stream, seconds)
+        start = partial(core.start, call, async_op, seconds, stream)
+        if check is self._sampled and buffer and buffer.device != "cpu" and not core.wiring.topology.some_without_gpu:
+            check, start = None, start if converts else partial(self._have_gpus_look, call, async_op, seconds, stream)
+            if async_op or digest is None:
+                return start()
         seen, told = self._on_host(call, stream), None
         if digest is not None and not async_op:
             digest.before(seen, converts)
@@ -117,7 +123,7 @@ class Inspection:
                 told = check.tell(seen, converts, async_op, seconds)
                 if not async_op:
                     check.check_input(seen, told)
-            work = core.start(call, async_op, seconds, stream)
+            work = start()
         if check is not None and told is not None and async_op:
             return self._look_later(call, seen, converts, check, told, work)
         seen = self._on_host(call, stream)
@@ -139,6 +145,14 @@ class Inspection:
             return start(call)
         with self._beginning:
             return self._core.gpus.replays(buffer, stream, seconds).collective(call, stream, start)
+
+    def _have_gpus_look(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
+        """A call that is sampled, where all ranks have GPUs."""
+        core, buffer = self._core, call.send
+        assert buffer is not None, "it is a sum"
+        with self._beginning:
+            look = core.gpus.replays(buffer, stream, seconds).once
+            return look(call, stream, async_op, lambda each, on: core.start(each, False, seconds, on))
 
     def _on_host(self, call: Call, stream: object) -> Call:
         """`call` with copies on the host of buffers on a GPU, after what is on `stream`."""
