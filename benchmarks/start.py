@@ -64,7 +64,7 @@ def _tellings(rank: int) -> tuple[Telling, Telling]:
         Introduction.here(Config(), 0), host=f"host {host}", pid=1000 + rank, cores=list(range(64)), name=os.urandom(16)
     )
     address = Address(f"10.1.{host >> 8}.{host & 255}", 20000 + rank % 40000, "eth0", os.urandom(16))
-    return mine.telling(), Reach([address], [], "no RDMA here", (25000, 0), 64).telling()
+    return mine.telling(), Reach([address], [], "no RDMA here", (25000, 0), False, 64).telling()
 
 
 def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
