@@ -269,6 +269,7 @@ def late_counts(comm: hetcoll.Communicator) -> str:
         for turn, source in enumerate((src, x)):
             word[0] = 5 + turn
             window.put(source, 1, 32 * turn, src_offset=32, late=word, signal=0, stream=0)
+        comm.barrier()  # what fails next fails the other rank, too, which has seen these
         word[0] = 33
         with pytest.raises(CommunicationError) as caught:
             window.put(src, 1, 16, count=32, late=word, signal=1, stream=0)
@@ -276,6 +277,7 @@ def late_counts(comm: hetcoll.Communicator) -> str:
         window.wait_signal(0, 2)
         assert [np.flatnonzero(half).tolist() for half in mine.array.reshape(2, 32)] == [[*range(5)], [*range(6)]]
         before = mine.array.copy()
+        comm.barrier()
         with pytest.raises(CommunicationError) as caught:
             window.wait_signal(1)
         assert (mine.array == before).all()

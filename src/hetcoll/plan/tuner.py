@@ -264,7 +264,8 @@ class _Place:
         self.hosts = hosts = topology.hosts
         self.size = topology.size
         self.inside, self.between = _links(topology, machine)
-        self.several, self.claims, self.unlike = len(hosts) > 1, topology.claims, topology.unlike
+        self.several, self.claims = len(hosts) > 1, topology.claims
+        self.unlike = self.several and topology.unlike
         # How many ranks have the next one on another host; and how many ranks' whole traffic the busiest host's network
         # card carries, where they talk to those next to them, and where they talk to anyone.
         self.borders, self.next_senders, self.senders = 0, 0.0, 0.0
