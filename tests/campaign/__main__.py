@@ -48,9 +48,8 @@ def main() -> int:
 
 
 def _fits(program: Program, wider: bool, gpus: bool) -> bool:
-    return not (wider and not any(step.what in WIDER for step in program.steps)) and not (
-        gpus and set(program.devices) == {"c"}
-    )
+    steps = not wider or any(step.what in WIDER for step in program.steps)
+    return steps and not (gpus and set(program.devices) == {"c"})
 
 
 if __name__ == "__main__":

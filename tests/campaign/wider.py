@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from blocks import random_layout, values
 from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check_with, check_with_few
-from gpu_kinds import Own, device_of
+from gpu_kinds import Own, device_of, has_gpu
 
 import hetcoll
 from hetcoll.experts import Experts, LowLatencyExperts
@@ -24,24 +24,6 @@ from hetcoll.serving import CacheLayout, Handoff
 
 _AXES = ("layer", "kv", "block", "token", "head", "dim")
 _CACHE: dict[str, Any] = {"layers": 2, "blocks": 5, "block_tokens": 3, "heads": 4, "head_dim": 8}
-
-
-def has_gpu(comm: hetcoll.Communicator) -> bool:
-    return comm.topology.ranks[comm.rank].wish in ("cuda", "hip")
-
-
-class OnHost:
-    """As `Own`, of a rank without a GPU in a job where no rank was told what to use."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def get(self) -> Any:
-        return self.array
-
-
-def own_of(comm: hetcoll.Communicator, array: Any) -> Own | OnHost:
-    return Own(comm, array) if has_gpu(comm) else OnHost(array)
 
 
 @contextmanager
@@ -110,9 +92,9 @@ def caches(
     sends, takes = comm.rank in senders, comm.rank in receivers
     own = None
     if sends:
-        own = own_of(comm, part(src, source, list(senders).index(comm.rank)))
+        own = Own(comm, part(src, source, list(senders).index(comm.rank)))
     elif takes:
-        own = own_of(comm, part(dst, target, list(receivers).index(comm.rank)))
+        own = Own(comm, part(dst, target, list(receivers).index(comm.rank)))
     requests = [rng.permutation(5)[:count].tolist() for count in (3, 1)], [rng.permutation(5)[:n] for n in (3, 1)]
     layers = range(_CACHE["layers"])
     with (
@@ -146,7 +128,7 @@ def caches(
 def pieces(comm: hetcoll.Communicator, seed: int, count: int) -> None:
     """Every rank puts pieces into each window, and gets them back. How many a GPU's put has, that GPU says."""
     size, rank, slots = comm.size, comm.rank, 4
-    mine = own_of(comm, np.zeros(size * slots * count, np.int64))
+    mine = Own(comm, np.zeros(size * slots * count, np.int64))
     room = slots * count
 
     def of(source: int, peer: int) -> Any:
@@ -161,7 +143,7 @@ def pieces(comm: hetcoll.Communicator, seed: int, count: int) -> None:
             for step in range(size):  # each begins with another one
                 peer = (rank + step) % size
                 data, order, some = of(rank, peer)
-                src = own_of(comm, data)
+                src = Own(comm, data)
                 if stream is not None:
                     device, word = device_of(comm), np.zeros(1, np.int64)
                     said = DeviceArray.of(device, np.array([some]))
@@ -188,7 +170,7 @@ def pieces(comm: hetcoll.Communicator, seed: int, count: int) -> None:
                 want = np.where(np.arange(room) < wrote, data, 0)
                 assert (whole[peer] == want).all(), f"what rank {peer} has put is wrong"
             peer = (rank + 1) % size
-            back = own_of(comm, np.zeros(room, np.int64))
+            back = Own(comm, np.zeros(room, np.int64))
             window.get(back.array, peer, rank * room, stream=stream)
             data, _, some = of(rank, peer)
             want = np.where(np.arange(room) < (room if stream is None else some), data, 0)

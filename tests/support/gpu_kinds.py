@@ -38,7 +38,7 @@ def start_gpus(gpus: str, join: bool = True, **settings: Any) -> Ranks:
 
 
 def has_gpu(comm: hetcoll.Communicator) -> bool:
-    return comm.topology.ranks[comm.rank].wish != "cpu"
+    return comm.topology.ranks[comm.rank].wish in VENDOR.values()
 
 
 def device_of(comm: hetcoll.Communicator) -> Device:
