@@ -24,7 +24,7 @@ from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.flat import LAG
 from hetcoll.plan.ir import Op, Plan
-from hetcoll.plan.order import Frame, Ordered, ordered
+from hetcoll.plan.order import Frame, Ordered, joined, ordered
 from hetcoll.plan.pieces import SLOTS, Cut, Lengths
 from hetcoll.plan.pipeline import pipelined, ramp
 from hetcoll.plan.simulator import check, serialisable
@@ -172,6 +172,10 @@ def test_each_rank_has_its_row_of_an_order_of_all_from_its_own_plan(data: st.Dat
     compress = entry.compresses and data.draw(st.booleans())
     if compress and m > 2 and data.draw(st.booleans()):
         how["groups"] = ((*islands[0], *islands[1]), *islands[2:])
+    elif compress and data.draw(st.booleans()):  # hosts that islands do not keep to
+        where = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+        hosts = tuple(host for at in range(3) if (host := tuple(r for r in range(n) if where[r] == at)))
+        how["groups"] = joined(hosts, islands)
     cuts = data.draw(st.sampled_from([(0, 1), (0, 3), (0, 1, 4, 5), (0, 1, 2, 3, 4, 5)])) if m > 1 else (0, 1)
     made = Cut(cuts, cuts[-1] if compress else data.draw(st.integers(1, cuts[-1])), 1)
     whole = [entry.build(n, r, root=root, hosts=islands, compress=compress, **how) for r in range(n)]
@@ -189,6 +193,23 @@ def proved(found: list[Ordered], plans: list[Plan], islands: Hosts) -> None:
     assert (level[later] - level[earlier] >= np.where(far, LAG, np.where(beside, 0, 1))).all()
     for island in islands:
         assert len({tuple(found[r].levels[i] for i in plans[r].columns.locals) for r in island}) == 1
+
+
+def test_groups_that_cut_islands() -> None:
+    """Islands 0, 2 and 1, 3: where rank 0 exchanges with 1 only, and 2 with 3, these two pairs say what is near."""
+    islands = ((0, 2), (1, 3))
+    assert joined(((0, 1), (2, 3)), islands) == (*islands, (0, 2, 1, 3))
+    assert joined(((0, 1), (2,), (3,)), islands) == islands
+    assert joined(((0, 1, 2, 3),), islands) == ((0, 1, 2, 3),)
+    assert joined(((0, 1), (2, 3)), ((0, 2, 3), (1,))) == ((0, 2, 3), (1,))
+    made = Cut((0, 1, 2, 3), 3, 1)
+    for hosts in (((0, 1), (2, 3)), ((0, 1), (2,), (3,))):
+        for entry in ISLANDS.values():
+            how: dict[str, Any] = {"groups": joined(hosts, islands)}
+            if entry.compresses:
+                whole = [entry.build(4, r, hosts=islands, compress=True, **how) for r in range(4)]
+                found = [ordered(Frame(plan, entry, islands, **how), made) for plan in whole]
+                proved(found, pipelined(whole, *made[:2]), islands)
 
 
 @pytest.mark.parametrize("ordered_too", [False, True])

@@ -17,7 +17,7 @@ import hetcoll._native as _native
 from ..calls import Call
 from ..plan.flat import LAG
 from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
-from ..plan.order import Frame, Ordered, ordered
+from ..plan.order import Frame, Ordered, joined, ordered
 from ..plan.pieces import GRAIN, SLOTS, cut, message_pieces
 from ..plan.pipeline import ramp
 from ..runtime.planner import Kept, Planner
@@ -246,7 +246,7 @@ class GpuPlans(Generic[S]):
         entry, islands = choice.algorithm, choice.islands
         assert entry is not None, "it is a plan"
         scale = call.op is ReduceOp.AVG and len(islands) > 1  # else the library averages by itself
-        groups = self._planner.compression.groups if call.compress else ()
+        groups = joined(self._planner.compression.groups, islands) if call.compress else ()
         own = entry.build(
             self._size, self._rank, root=call.root, scale=scale, logical=self._logical(call),
             hosts=islands if call.compress or len(islands) < self._size else None, compress=bool(call.compress),

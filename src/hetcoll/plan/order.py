@@ -42,8 +42,9 @@ kernels of lower levels.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -237,6 +238,23 @@ class Frame:
         if short.any():
             raise wrong(plan, int(np.flatnonzero(short)[0]), "has a level no higher than what it waits for")
         return level
+
+
+def joined(groups: Hosts, islands: Hosts) -> Hosts:
+    """`groups` for plans among `islands`. A message of a flat plan stands for those of all ranks of two islands, so all
+    of these are compressed or none. Where groups cut islands, two are in one if all their ranks that share an atom are.
+    """
+    of = Groups(groups).of
+    if all(len({of[rank] for rank in island}) == 1 for island in islands):
+        return groups
+    return (*islands, *((*a, *b) for a, b in combinations(islands, 2) if all(of[r] == of[s] for r, s in _owners(a, b))))
+
+
+def _owners(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Pairs of ranks of two islands that own parts of one atom."""
+    for i, rank in enumerate(a):
+        for j in range(len(b) * i // len(a), -(-len(b) * (i + 1) // len(a))):
+            yield rank, b[j]
 
 
 def _lane_before(lanes: Ints) -> list[int]:
