@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import selectors
+import socket
 from collections.abc import Callable
 
 import pytest
+from ranks import wait_until
 
-from hetcoll.rendezvous.protocol.wire import U32, Op, Status, pack, unpack
+from hetcoll.rendezvous.connections.members import ENDED, Connection
+from hetcoll.rendezvous.protocol.keys import Member
+from hetcoll.rendezvous.protocol.wire import U32, Frame, FrameReader, Op, Status, pack, unpack
+from hetcoll.rendezvous.store.groups import Groups
 from hetcoll.rendezvous.store.successors import Successors
+from hetcoll.rendezvous.store.tree import Tree
+from hetcoll.rendezvous.uplink import TOKEN_BYTES, Entry, Kind
 
 
 class Heard:
@@ -114,3 +122,43 @@ def test_who_missed_a_list_goes_to_the_same_successor_as_the_others() -> None:
     successors.take_back(others[2], False, b"", old)
     successors.confirm()
     assert others[2].told[-1] == others[0].told[-1]
+
+
+class Dropped(Groups):
+    """Notes who is lost, and whether it may live elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: list[tuple[str, bool]] = []
+
+    def drop(self, member: Member, reason: str, *, silent: bool = False) -> None:
+        self.lost.append((reason, silent))
+
+
+@pytest.mark.parametrize(
+    ("silence", "broke", "elsewhere"), [(0.0, True, False), (30.0, True, True), (30.0, False, False)]
+)
+def test_who_is_found_dead_after_a_silence_may_have_been_elsewhere_before(
+    silence: float, broke: bool, elsewhere: bool
+) -> None:
+    """A store that was stopped, or cut off, cannot know with whom such a one was. An end of the stream says it."""
+    groups = Dropped()
+    with selectors.DefaultSelector() as selector, socket.socket() as sock:
+        with socket.create_server(("127.0.0.1", 0)) as pulse:
+            where = pulse.getsockname()
+        tree = Tree(groups, lambda _: None, selector)
+        connection = Connection(sock, "rank 1", set(), FrameReader())
+        entry = Entry(Kind.MEMBER, b"t" * TOKEN_BYTES, 3, addresses=(where,))
+        tree.handle(connection, Frame(Op.ENTER, 0, 0, entry.pack()))
+        tree.lost(connection, "reset" if broke else ENDED, broke=broke, silence=silence)
+
+        def turn() -> bool:
+            tree.tick()
+            for key, _ in selector.select(0.1):
+                key.data(key)
+            return bool(groups.lost)
+
+        wait_until(turn)
+    ((reason, silent),) = groups.lost
+    assert "its process died" in reason
+    assert silent == elsewhere

@@ -130,7 +130,7 @@ class File:
         self._due = 0.0  # when what was sent last comes
         self._held: list[tuple[str, bytes]] = []  # while the network is cut
         self._apart: float | None = None  # since when it is
-        self._quiet = 0.0  # seconds before that in which nothing came
+        self._heard: float | None = None  # when a packet of the other end came last, where it was not just now
         self._again = 0  # packets under way that were held
         self._behind: list[tuple[str, bytes]] = []  # what has to wait for these
 
@@ -166,6 +166,11 @@ class File:
         if self.state == "open":
             return self._broken or self.error > 0 or self._under_way < self.network.weather.room
         return self.error > 0
+
+    @property
+    def _ceased(self) -> bool:
+        """Whether it answers with resets."""
+        return self.state == "closed" or self._broken
 
     @property
     def failed(self) -> bool:
@@ -254,6 +259,7 @@ class File:
     def _fail(self, code: int) -> None:
         if self.state in ("connecting", "open") and not self._broken:
             self.error, self._broken = code, True
+            self._heard = self.kernel.now if self._heard is None else self._heard
             self.changed()
 
     def take_error(self) -> int:
@@ -325,8 +331,8 @@ class File:
         self.changed()
 
     def tcp_info(self) -> bytes:
-        """With the milliseconds since data and since an acknowledgement came."""
-        silent = 0.0 if self._apart is None else self.kernel.now - self._apart + self._quiet
+        """With the milliseconds since data and since an acknowledgement came, which a reset is none of."""
+        silent = 0.0 if self._heard is None else self.kernel.now - self._heard
         fields = [0] * 32
         fields[19] = fields[20] = int(silent * 1000)
         return _TCP_INFO.pack(*fields)
@@ -363,7 +369,7 @@ class File:
         if self._held or not Network.reaches(self.host, peer.host):
             self._held.append((what, data))
             self.network.streams[self] = None  # also of one that is closed
-        elif peer.state == "closed" or peer._broken:
+        elif peer._ceased:
             if what == "data" and not self.host.gone:
                 peer._post("reset")
         elif what == "reset":
@@ -386,7 +392,8 @@ class File:
         began = self._apart = self.kernel.now
         low, high = _DEAD_AFTER
         late = self.kernel.random.random()
-        seconds, self._quiet = low + (high - low) * late, _KEEP_ALIVE * (1 - late)
+        seconds = low + (high - low) * late
+        self._heard = began - _KEEP_ALIVE * (1 - late) if self._heard is None else self._heard
         if self.kept_alive:
             self.kernel.after(seconds, lambda: self._fail(errno.ETIMEDOUT) if self._apart == began else None)
 
@@ -395,6 +402,8 @@ class File:
         if self._apart is not None and self.kept_alive:
             self.kernel.after(_PROBED, self._probe)
         self._apart = None
+        if not self._broken and self.peer is not None and not self.peer._ceased:
+            self._heard = None
         held, self._held = self._held, []
         if self.state == "closed":
             self.network.streams.pop(self, None)
@@ -410,7 +419,7 @@ class File:
         peer = self.peer
         if peer is None or self._ended or self._broken or not Network.reaches(self.host, peer.host):
             return
-        if peer._broken or peer.state == "closed":
+        if peer._ceased:
             self.break_now()
 
 

@@ -55,6 +55,8 @@ FOUND = {
         20285787,  # a relay whose way up was lost for good had yet to tell of a child that it lost, and left all open
         1005751,  # who was left behind asked again, and was told who goes on as if it were one of them
         21095752,  # one was stopped while it ended, and had no time to close what it had open when it woke
+        # Rank 0 woke, took one for dead that had gone on elsewhere and ended there, and went on without more than half.
+        *(70028767, 80164385),
     ),
     "vanish": (663, 728),  # a successor passed by one that was about to notice
 }

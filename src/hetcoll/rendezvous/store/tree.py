@@ -54,6 +54,7 @@ class Node:
         self.granted: list[tuple[float, Kind]] = []  # until when places are kept, and for whom
         self.asked = False  # to be a relay as well
         self.heard = 0.0  # of a relay: when
+        self.away = False  # its connection broke after a silence in which it may have gone to another store
 
     def way(self) -> tuple[Connection, Route] | None:
         """The connection that leads here, and the route from there on; None where there is no way now."""
@@ -223,6 +224,7 @@ class Tree:
         self._waiting = [each for each in self._waiting if each.connection is not connection]
         node = self._nodes.get(connection.token)
         if node is not None and node.connection is connection:
+            node.away = broke and silence > 0
             (self._miss if broke else self._lose)(node, reason)
             if node.entry.kind is Kind.RELAY:  # those behind it have heard nothing of it either, and have left it
                 self._missing[node.entry.token] -= min(silence, 0.8 * ABSENCE)
@@ -273,7 +275,7 @@ class Tree:
             if entry.kind is Kind.RELAY:
                 self._relays.append(node)
         self._detach(node)
-        node.entry = entry
+        node.entry, node.away = entry, False
         self._find(entry.token)
         node.parent, node.connection, node.number = parent, connection, number
         if connection is not None:
@@ -333,7 +335,8 @@ class Tree:
     # Losing.
 
     def _lose(self, node: Node, reason: str, *, silent: bool = False) -> None:
-        """Its own connection has ended; in order where there is no reason."""
+        """It has ended; in order where there is no reason. Whose death is sure may have been with another store before:
+        then that one may serve with more than half."""
         if node.entry.kind is Kind.RELAY:
             self._detach(node)
             self._missing[node.entry.token] = time.monotonic() + ABSENCE
@@ -345,7 +348,7 @@ class Tree:
         del self._nodes[node.entry.token]
         self._find(node.entry.token)
         self._detach(node)
-        self._groups.drop(node, reason, silent=silent)
+        self._groups.drop(node, reason, silent=silent or node.away)
 
     def _miss(self, node: Node, reason: str) -> None:
         """Its own connection broke, which is no death as yet."""
