@@ -39,6 +39,7 @@ FOUND = {
         20217215,  # one asked what the dead had told, or those who had yet to come, and the others waited for it
         *(20112756, 20351606),  # the next one listened where the store had, died too, and one rank looked no further
         21226204,  # one waited in a group for another, which had left it, and had told that to nobody but a dead store
+        80185627,  # all successors ended within half a second of the store's death, and one was left without an answer
     ),
     "reset": (1000452,),  # a second welcome took the place of an answer
     "stop": (
@@ -58,7 +59,10 @@ FOUND = {
         # Rank 0 woke, took one for dead that had gone on elsewhere and ended there, and went on without more than half.
         *(70028767, 80164385),
     ),
-    "vanish": (663, 728),  # a successor passed by one that was about to notice
+    "vanish": (
+        *(663, 728),  # a successor passed by one that was about to notice
+        80154434,  # the time of a call was over before the next store could tell it the answer
+    ),
 }
 """What failed once, by what was done."""
 

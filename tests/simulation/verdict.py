@@ -28,6 +28,7 @@ _UNDER_WAY = 1.0  # seconds that what was sent takes to come, at most
 _NOTICED = 15.0  # seconds between the first and the last whose silence is noticed
 _PASSED = 15.0  # in which others pass over who is stopped; if it wakes meanwhile, some come to it and some do not
 _NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
+_SUCCEEDED = 45.0  # in which a store whose host vanished is missed, and another one found
 
 
 def judge(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
@@ -65,6 +66,9 @@ def _one_answer(job: Job, history: History, gone: Mapping[str, float]) -> Iterat
         for name, error in history.failures.get(key, {}).items():
             if "did not answer" in error and job.kind in ("cut", "storm", "stop"):
                 continue  # it was not told
+            deaths = _deaths_of_stores(history, name, gone) if job.kind == "vanish" else []
+            if "did not answer" in error and any(0 < history.times[key, name] - each < _SUCCEEDED for each in deaths):
+                continue  # its own time was over before another store could tell it
             if history.ends.get(name) == "" and told:
                 if _one_after_another(job, history, key, {**told, name: error}, gone):
                     continue
@@ -140,17 +144,19 @@ def _ends(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str
         orphaned = end.startswith("PeerLostError") and history.ended[name] < max(gone.values(), default=0.0) + _ORPHANED
         if (
             end in ("", "left")
-            or (orphaned and _leaderless(gone))
+            or (orphaned and _leaderless(history, gone))
             or (job.few and any(each in end for each in _LATE_ENDS))
         ):
             continue
         yield f"{name} ended: {end}"
 
 
-def _leaderless(gone: Mapping[str, float]) -> bool:
-    """Whether a store and all of its successors may have died before others were told to follow."""
-    times = sorted(gone.values())
-    return any(last - first < _FOLLOWED for first, last in zip(times, times[MOST:], strict=False))
+def _leaderless(history: History, gone: Mapping[str, float]) -> bool:
+    """Whether a store died, and all of its successors, or they ended well, before others were told to follow."""
+    ended = {name: when for name, when in history.ended.items() if history.ends[name] == ""}
+    times = sorted({**ended, **gone}.values())
+    spans = [(first, last) for first, last in zip(times, times[MOST:], strict=False) if last - first < _FOLLOWED]
+    return any(first <= death <= last for first, last in spans for death in gone.values())
 
 
 def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
