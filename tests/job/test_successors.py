@@ -29,9 +29,9 @@ class Heard:
         self.told.append((op, body))
 
 
-def count(processes: int, elsewhere: int = 0) -> bytes:
-    """Of the first ones so many are on other hosts than the store."""
-    return U32.pack(processes) + U32.pack(elsewhere)
+def count(processes: int, elsewhere: int = 0, silent: int = 0) -> bytes:
+    """Of the first ones so many are on other hosts than the store, and so many fell silent."""
+    return b"".join(map(U32.pack, (processes, elsewhere, silent)))
 
 
 def test_a_job_that_goes_on_knows_its_successors_though_a_newcomer_has_not_answered() -> None:

@@ -40,6 +40,7 @@ FOUND = {
         *(20112756, 20351606),  # the next one listened where the store had, died too, and one rank looked no further
         21226204,  # one waited in a group for another, which had left it, and had told that to nobody but a dead store
         80185627,  # all successors ended within half a second of the store's death, and one was left without an answer
+        91187819,  # one ended whose relay and store died before it had heard of any successor
     ),
     "reset": (1000452,),  # a second welcome took the place of an answer
     "stop": (
@@ -58,6 +59,8 @@ FOUND = {
         21095752,  # one was stopped while it ended, and had no time to close what it had open when it woke
         # Rank 0 woke, took one for dead that had gone on elsewhere and ended there, and went on without more than half.
         *(70028767, 80164385),
+        91010161,  # a store ended before it had missed all who had gone on elsewhere, and its successor served the rest
+        91163670,  # a successor woke when all whom it knew had ended, and did not know of those that came after them
     ),
     "vanish": (
         *(663, 728),  # a successor passed by one that was about to notice

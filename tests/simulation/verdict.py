@@ -204,7 +204,8 @@ def _early(job: Job, history: History, ranks: list[str]) -> bool:
 
 def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
     """Nobody is said to be lost to whom nothing was done."""
-    if job.kind in ("storm", "stop", "cut") or (job.kind in ("vanish", "stall") and not _must(job, history, gone)):
+    must = _must(job, history, gone)
+    if job.kind in ("storm", "stop", "cut") or (job.kind in ("vanish", "stall") and not must):
         return
     for name, news in history.news.items():
         for when, group, event in news:
@@ -213,6 +214,8 @@ def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iter
                 ended, deaths = history.ended.get(who, 0.0), _deaths_of_stores(history, name, gone)
                 if any(ended > death - _UNDER_WAY and _went_with(history, who, death, gone) for death in deaths):
                     continue  # its goodbye died with the store
+                if who not in must and history.ends.get(who, "").startswith("PeerLostError") and ended < when:
+                    continue  # it knew of no other store that it might have told that it ends
                 if min(gone.get(who, 1e9), history.again.get(who, 1e9)) > when:
                     yield f"{name} heard at {when:.3f} that {who} (rank {event.rank}) was lost: {event.reason}"
 

@@ -348,14 +348,16 @@ class ControlClient:
 
     def _listen(self) -> StoreLost:
         """Until the store is lost."""
+        end = StoreLost("the connection ended", False)
         try:
             for frame in self._uplink.frames():
                 if frame.op == Op.CLOSING:
-                    return StoreLost("its process ended in order", True)
+                    end = StoreLost("its process ended in order", True)
+                    break
                 self._dispatch(frame)
         except (OSError, HetcollError, struct.error, ValueError) as error:
-            return _lost(error)
-        return StoreLost("the connection ended", False)
+            end = _lost(error)
+        return end._replace(sure=end.sure and not self._uplink.late)
 
     def _go_on(self, end: StoreLost) -> bool:
         """Go to the store that takes the place of the one that has ended, if there is any. One that gave up, as too few

@@ -41,7 +41,7 @@ class Succession:
     """Who takes the store's place, as it told last; and this process's own listeners, where it is one of them."""
 
     def __init__(self, *, hosts: bool) -> None:
-        self._count = self._elsewhere = 0
+        self._count = self._elsewhere = self._silent = 0
         self._order: list[Places] = []
         self.told = b""
         """The last SUCCESSORS that says something."""
@@ -84,7 +84,7 @@ class Succession:
         self._certain = True
         if body:
             self.told, (counts, *places) = body, unpack(body)
-            (self._count,), (self._elsewhere,) = U32.iter_unpack(counts)
+            (self._count,), (self._elsewhere,), (self._silent,) = U32.iter_unpack(counts)
             self._order = [read_places(each) for each in places]
 
     def find(self, lost: UniqueId, end: StoreLost, stopped: Callable[[], bool]) -> UniqueId | None:
@@ -96,8 +96,10 @@ class Succession:
             return None
         order, most = self._order, math.inf
         local, self._local = self._local, b""  # of this store: another one may be where it was
+        # Those that fell silent may have gone on with others, of which the lost store had yet to miss some. And also
+        # where it serves as yet it may end before we are there.
+        self._certain = self._certain and end.sure and not self._silent
         if not end.orderly:
-            self._certain = self._certain and end.sure  # also where it serves as yet: it may end before we are there
             found = _look(lost, _STILL_GREETS, local)
             if found is _Found.SERVES:
                 return lost

@@ -194,7 +194,7 @@ class Uplink:
         self._behind = self.closing = self._over = False
         self._left = False  # this way is given up: what comes after a frame that was cut short would be part of it
         self._pulse = Pulse()
-        self._heard = 0.0
+        self._heard, self._woke = 0.0, -SILENCE
         try:
             self._connect(deadline, there=False, patient=patient)
         except BaseException:
@@ -228,6 +228,11 @@ class Uplink:
     def behind(self) -> bool:
         """Whether it goes through a relay."""
         return self._behind
+
+    @property
+    def late(self) -> bool:
+        """Whether this process was stopped until now: what it hears may be long over, and the job elsewhere."""
+        return time.monotonic() < self._woke + SILENCE
 
     def _come(self, deadline: float, *, again: bool, patient: bool = False) -> Place:
         hosts = hosted_here(self._id.job_id) is not None
@@ -355,7 +360,10 @@ class Uplink:
         rest = self._pulse.watch(poll)
         silence = self._heard + SILENCE - time.monotonic() if self._behind else sockets.until_vanished(self.sock)
         waits = [max(0.0, wait) for wait in (rest, silence) if wait is not None]
-        ready = poll.poll(1000 * min(waits))
+        began = time.monotonic()
+        ready = poll.poll(1000 * min(SILENCE / 2, *waits))
+        if time.monotonic() >= began + SILENCE:
+            self._woke = time.monotonic()
         if self._pulse.is_felt(ready):
             self._tell(Op.ACK)  # where the connection broke, the system says so now
         if all(fd != self.sock.fileno() for fd, _ in ready):

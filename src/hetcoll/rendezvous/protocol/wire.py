@@ -75,8 +75,8 @@ class Op(IntEnum):
     BEAT = 78  # from a relay, now and then, both ways: it is there
     STAND = 79  # this process is to be a successor: the context of its greeting, 1 where it hands out the unique id,
     # seconds to wait at exit
-    SUCCESSORS = 80  # how many of the job's processes the store is not in, and how many of these are not on its host
-    # either, u32 each; where each successor listens; nothing: as before
+    SUCCESSORS = 80  # how many of the job's processes the store is not in, how many of these are not on its host
+    # either, and how many fell silent of late, u32 each; where each successor listens; nothing: as before
 
 
 class Status(IntEnum):

@@ -193,7 +193,7 @@ class Successors:
         count = max(len(others) + self._silent, self._least)
         elsewhere = count - sum(not self.host_of(each) for each in others)
         places = unpack(self.told)[1:] if self._fixed else self._choose()
-        self.told = pack((U32.pack(count) + U32.pack(elsewhere), *places))
+        self.told = pack((b"".join(map(U32.pack, (count, elsewhere, self._silent))), *places))
         for member in self._members:
             member.send(Op.SUCCESSORS, self.told)
 
