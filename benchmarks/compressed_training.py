@@ -64,7 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as stack:
-        hosts = stack.enter_context(shaped(2, args.rate, "256kb")).hosts if args.rate else ["", ""]
+        hosts = stack.enter_context(shaped(2, args.rate, 256 << 10)).hosts if args.rate else ["", ""]
         places = [Place(host=host) for host in hosts]
         exact = train("none", True, places, args.steps, Path(home))
         for form in args.formats.split(","):

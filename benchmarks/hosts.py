@@ -169,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for n in args.hosts:
         for rate in args.rates:
             first, _, second = rate.partition("+")
-            with shaped(n, first, burst="256kb", second=second) as net:
+            with shaped(n, first, burst=256 << 10, second=second) as net:
                 half = half_way(net, args)
                 print(f"{n} hosts of {args.each}, {rate}: a message of 8 B takes {half:.1f} us one way", flush=True)
                 wrong += compare(net, n, rate, half, args)

@@ -10,8 +10,8 @@ core's work for one more message. `pinned` is what all cores copy at once. Links
 told, and rest before each call. A call is from when ranks begin it, on average, until the last one has it; of short
 ones the mean of a row counts. Of a launch the fastest call counts, of several launches the middle one. All else is
 predicted, and each ratio is printed beside the fastest and the slowest launch, and how many segments TCP sent again in
-a call of the middle one: what differs among launches no model meets. None is left out. Needs root, ip(8) and tc(8) for
-namespaces.
+a call of the middle one ("!" where any): what differs among launches, or is lost, no model meets. None is left out.
+Needs root, ip(8) and tc(8) for namespaces.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ class Cell(NamedTuple):
     @property
     def resent(self) -> float:
         return self.again[self.seconds.index(self.took)]
+
+    @property
+    def lost(self) -> bool:
+        """Whether TCP sent again a segment or more in a call."""
+        return self.resent >= 1
 
     @property
     def alike(self) -> bool:
@@ -275,7 +280,7 @@ def places(args: argparse.Namespace) -> Iterator[Place]:
     for rate in args.rates:
         for n in args.hosts:
             rest = max(REST, 1.5 * args.burst / bits(rate))
-            with shaped(n, rate, burst=f"{args.burst}b", control=args.control) as net:
+            with shaped(n, rate, burst=args.burst) as net:
                 cluster = of_hosts(net.hosts, rate, args.burst, rest)
                 yield Place(f"{n} namespaces, {rate}", cluster, measured(n, net.hosts, args, rest))
     pinned = all_copy(max(args.local)) if args.local else math.nan
@@ -283,12 +288,11 @@ def places(args: argparse.Namespace) -> Iterator[Place]:
         yield Place(f"{n} ranks, one host", of_ranks(n, pinned), measured(n, [], args))
 
 
-def machine(control: str) -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """What is measured on."""
-    control = control or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cores, model = len(os.sched_getaffinity(0)), models[0].partition(": ")[2] if models else platform.machine()
-    return {"model": model, "cores": cores, "kernel": platform.release(), "congestion control": control}
+    return {"model": model, "cores": cores, "kernel": platform.release()}
 
 
 def ratios(place: Place) -> list[float]:
@@ -308,12 +312,13 @@ def told(place: Place) -> Iterator[str]:
         said, near = f"{1e6 * ratio * cell.took:>11.1f}", " " if abs(ratio - 1) <= NEAR else "*"
         yield (
             f"{place.name:<22} {cell.algorithm:<17} {cell.nbytes:>9} {low} {took} {high} {said} {ratio:>6.2f}{near}"
-            f"{cell.resent:>9.1f}"
+            f"{cell.resent:>9.1f}{'!' if cell.lost else ''}"
         )
 
 
 def summary(those: Iterable[Place]) -> Iterator[str]:
-    """How many are near, of namespaces and of one host: of all, by size, and of cells whose launches are alike."""
+    """How many are near, of namespaces and of one host: of all, by size, of cells whose launches are alike, and of
+    those in which TCP sent nothing again."""
     rows = [(place.name.split(",")[0].split()[-1], *pair) for place in those
             for pair in zip(place.cells, ratios(place), strict=True)]  # fmt: skip
     for kind in dict.fromkeys(kind for kind, _, _ in rows):
@@ -321,6 +326,7 @@ def summary(those: Iterable[Place]) -> Iterator[str]:
         sizes = dict.fromkeys(cell.nbytes for cell, _ in cells)
         yield f"{kind}: {_near(ratio for _, ratio in cells)}"
         yield f"  launches within 15 % of one another: {_near(ratio for cell, ratio in cells if cell.alike)}"
+        yield f"  nothing sent again: {_near(ratio for cell, ratio in cells if not cell.lost)}"
         for size in sizes:
             yield f"  {human_size(size)}: {_near(ratio for cell, ratio in cells if cell.nbytes == size)}"
 
@@ -334,7 +340,8 @@ def _near(ratios: Iterable[float]) -> str:
 
 
 def markdown(those: Sequence[Place]) -> Iterator[str]:
-    """A table of ratios; launches that differ have the range of their times over the middle one's behind it."""
+    """A table of ratios; launches that differ have the range of their times over the middle one's behind it, and
+    losses the segments that were sent again in a call."""
     sizes = list(dict.fromkeys(cell.nbytes for place in those for cell in place.cells))
     yield f"| Where | Algorithm | {' | '.join(map(human_size, sizes))} |"
     yield f"| --- | --- |{' ---: |' * len(sizes)}"
@@ -348,7 +355,8 @@ def markdown(those: Sequence[Place]) -> Iterator[str]:
 
 def _spell(cell: Cell, ratio: float) -> str:
     spread = "" if cell.alike else f" ({min(cell.seconds) / cell.took:.2f} to {max(cell.seconds) / cell.took:.2f})"
-    return f"{ratio:.2f}{spread}"
+    lost = f" ({cell.resent:.0f} sent again)" if cell.lost else ""
+    return f"{ratio:.2f}{spread}{lost}"
 
 
 def main(words: Any = None) -> int:
@@ -357,7 +365,6 @@ def main(words: Any = None) -> int:
     parser.add_argument("--hosts", type=int, nargs="*", default=[2, 4, 8], help="numbers of namespaces")
     parser.add_argument("--rates", nargs="*", default=["100mbit", "400mbit"], help="of each one's link, in tc's words")
     parser.add_argument("--burst", type=parse_size, default=32 << 10, help="of each link, in bytes (default 32K)")
-    parser.add_argument("--control", default="", help="TCP's congestion control, such as reno (default: the system's)")
     parser.add_argument("--local", type=int, nargs="*", default=[2, 4, 8], help="numbers of ranks in one host")
     parser.add_argument("--algos", nargs="*", default=["ring", "tree", "direct", "halving_doubling"])
     parser.add_argument("--sizes", type=spans, default="8,64K,1M,16M")
@@ -366,7 +373,7 @@ def main(words: Any = None) -> int:
     parser.add_argument("--again", type=Path, nargs="+", metavar="FILE", help="predict what was measured there")
     parser.add_argument("--markdown", action="store_true", help="tables of ratios besides")
     args = parser.parse_args(words)
-    on, found = machine(args.control), list[Place]()
+    on, found = machine(), list[Place]()
     if args.again:
         on, found = {}, [_place(one) for file in args.again for one in json.loads(file.read_text())["places"]]
     for key, value in on.items():

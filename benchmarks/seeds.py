@@ -127,7 +127,7 @@ def latency(args: argparse.Namespace, home: Path) -> Found:
     times: dict[tuple[str, int], list[float]] = {}
     found = Found([["bytes", *(f"{each.name}, µs" for each in peers), "published, µs"]])
     found.notes.append(f"An all-reduce of two hosts over links of {args.rate}, medians of {args.rounds} launches each.")
-    with shaped(2, args.rate, "256kb") as net:
+    with shaped(2, args.rate, 256 << 10) as net:
         for turn in range(args.rounds):
             for each in peers:
                 try:

@@ -144,7 +144,7 @@ def forwarding(args: argparse.Namespace, home: Path) -> Found:
                     f"part of one vendor's {ONE_VENDOR}", "error of a loss"]])  # fmt: skip
     found.notes.append(f"The model is {args.models[0]}; cards of {args.rate}. TFLOPS are 6 x parameters x tokens/s.")
     jobs: dict[str, tuple[Job, Shape]] = {}
-    with shaped(args.ranks, args.rate, "256kb", second=args.rate) as net, contextlib.ExitStack() as stack:
+    with shaped(args.ranks, args.rate, 256 << 10, second=args.rate) as net, contextlib.ExitStack() as stack:
         for at, way in enumerate(ways):
             env = way.environment | (islands_of(args.ranks) if kinds.islands and way.hosts != "each" else {})
             those = way.places(places, net.hosts)

@@ -1,6 +1,6 @@
 """How a job of many ranks starts and ends: light ranks, which are clients of a real store and nothing else.
 
-    python benchmarks/start.py [--lose] [256 1024 4096]
+    python benchmarks/start.py [--lose] [--json FILE] [256 1024 4096]
 
 A light rank does what a rank does before it makes links: it connects to rank 0's store and proves the secret, joins,
 tells who it is and where it listens, reads what all others told, and says goodbye in the end. Sockets, frames, threads
@@ -8,8 +8,9 @@ and the store are the real ones; 64 ranks share a process, and ranks are on host
 what was told as far as a topology; the others take it apart into columns.
 
 Prints seconds from the first connection until every rank knows all others, and from the first goodbye until the last;
-bytes on all connections; the CPU-seconds, peak memory and open file descriptors of the process with the store; and
-the most file descriptors of a rank (which may be a relay), and the CPU-seconds and memory of one that reads. With
+bytes on all connections before, and frames between the store and its members to the end; the CPU-seconds, peak
+memory and open file descriptors of the process with the store; the most file descriptors of a rank (which may be a
+relay), and the CPU-seconds and memory of one that reads; and what all have left behind, threads and descriptors. With
 `--lose` the store is lost in between, as if its process died: seconds until one of the ranks serves the job, and all
 have shrunk to those that are left.
 """
@@ -17,6 +18,7 @@ have shrunk to those that are left.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing as mp
 import os
 import resource
@@ -28,6 +30,7 @@ import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 from hetcoll.config.env import Config
@@ -45,6 +48,7 @@ from hetcoll.rendezvous.store import server as store
 A_PROCESS = 64  # light ranks
 A_HOST = 8  # ranks
 SECONDS = 300.0
+LEAVING = 10.0  # seconds
 _ACKED = 120  # where a tcp_info has the bytes that were acknowledged, and after them those that came (tcp(7))
 
 
@@ -55,6 +59,40 @@ class Told(NamedTuple):
     reading: float  # CPU-seconds
     memory: int  # bytes
     descriptors: int  # of the rank that has most
+
+
+class Gone(NamedTuple):
+    """A process whose light ranks have said goodbye: frames that they sent and got, and what it still has of them."""
+
+    frames: int
+    left: int  # threads and descriptors
+
+
+class Figures(NamedTuple):
+    """A job of light ranks: what is printed, in its order. `store_` is of the process with the store, `rank_` the most
+    of a rank."""
+
+    ranks: int
+    start: float  # seconds
+    end: float
+    nbytes: int
+    frames: int
+    store_start: float  # CPU-seconds
+    store_end: float
+    store_peak: int  # bytes
+    store_descriptors: int
+    rank_descriptors: int
+    rank_reading: float  # CPU-seconds
+    rank_memory: int  # bytes
+    left: int
+    lost: float | None  # seconds
+
+    def __str__(self) -> str:
+        job = f"{self.ranks:>6} {self.start:>8.2f} {self.end:>7.2f} {self.nbytes / 1e6:>9.1f} {self.frames:>7}"
+        host = f"{self.store_start:>9.2f} {self.store_end:>7.2f} {self.store_peak / 1e6:>7.0f}"
+        rank = f"{self.rank_descriptors:>6} {self.rank_reading:>9.3f} {self.rank_memory / 1e6:>8.1f} {self.left:>5}"
+        lost = "" if self.lost is None else f" {self.lost:>9.2f}"
+        return f"{job} {host} {self.store_descriptors:>7} {rank}{lost}"
 
 
 def _tellings(rank: int) -> tuple[Telling, Telling]:
@@ -89,6 +127,7 @@ def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:
     unique_id = pipe.recv()
     told = {rank: _tellings(rank) for rank in ranks}
     clients: dict[int, ControlClient] = {}
+    before = _held()
     columns: list[tuple[list[Column], list[Column]]] = []
 
     def start(rank: int) -> None:
@@ -127,7 +166,20 @@ def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:
         pipe.send("shrunk")
         pipe.recv()
     _in_threads([client.close for client in clients.values()])
-    pipe.send("ended")
+    streams = [client._uplink._stream for client in clients.values()]
+    pipe.send(Gone(sum(each.received + each.sent for each in streams), _left(before)))
+
+
+def _held() -> int:
+    return threading.active_count() + len(os.listdir("/proc/self/fd"))
+
+
+def _left(before: int) -> int:
+    """What a process still has in the end: the last threads may take a moment."""
+    deadline = time.monotonic() + LEAVING
+    while (left := _held() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
 
 
 def _cpu() -> float:
@@ -142,8 +194,8 @@ def _all(pipes: list[Connection], word: object = None) -> list[object]:
     return [pipe.recv() for pipe in pipes]
 
 
-def _job(size: int, lose: bool) -> None:
-    """In a process of its own, which hosts the store."""
+def _job(size: int, lose: bool, pipe: Connection) -> None:
+    """In a process of its own, which hosts the store: tells its `Figures`."""
     processes, pipes = [], []
     count = -(-size // A_PROCESS)
     for first in range(count):
@@ -152,46 +204,59 @@ def _job(size: int, lose: bool) -> None:
         processes.append(mp.Process(target=_light_ranks, args=(ranks, size, theirs), daemon=True))
         processes[-1].start()
         pipes.append(ours)
-    before = len(os.listdir("/proc/self/fd"))
+    before, files = _held(), len(os.listdir("/proc/self/fd"))
     unique_id = get_unique_id(Config(linger=0), loopback=True)
+    served = store._hosted[unique_id.job_id]
     _all(pipes, unique_id)
     began, cpu = time.monotonic(), _cpu()
     _all(pipes)
     start, start_cpu = time.monotonic() - began, _cpu() - cpu
-    descriptors = len(os.listdir("/proc/self/fd")) - before
-    found = [told for told in (pipe.recv() for pipe in pipes) if isinstance(told, Told)]
-    lost = 0.0
+    files = len(os.listdir("/proc/self/fd")) - files
+    found = [told for told in (each.recv() for each in pipes) if isinstance(told, Told)]
+    lost = None
     if lose:
         time.sleep(1.0)  # successors are known
         began = time.monotonic()
-        store._hosted[unique_id.job_id].abandon()
+        served.abandon()
         _all(pipes, "lose")
         lost = time.monotonic() - began
     began, cpu = time.monotonic(), _cpu()
-    _all(pipes)
+    gone = [each for each in _all(pipes) if isinstance(each, Gone)]
     end, end_cpu = time.monotonic() - began, _cpu() - cpu
+    left = sum(each.left for each in gone)
+    if not lose:  # nothing can close what was abandoned
+        served.close()
+        left += _left(before)
     for process in processes:
         process.join()
-    nbytes, peak = sum(told.nbytes for told in found), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    host = f"{start_cpu:>9.2f} {end_cpu:>7.2f} {peak / 1e3:>7.0f} {descriptors:>7}"
-    most, reading = max(t.descriptors for t in found), max(t.reading for t in found)
-    rank = f"{most:>6} {reading:>9.3f} {max(t.memory for t in found) / 1e6:>8.1f}"
-    without = f" {lost:>9.2f}" if lose else ""
-    print(f"{size:>6} {start:>8.2f} {end:>7.2f} {nbytes / 1e6:>9.1f} {host} {rank}{without}", flush=True)
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    most = [max(values) for values in zip(*(told[1:] for told in found), strict=True)]
+    job = size, start, end, sum(told.nbytes for told in found), sum(each.frames for each in gone)
+    reading, memory, descriptors = most
+    pipe.send(Figures(*job, start_cpu, end_cpu, peak, files, descriptors, reading, memory, left, lost))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", type=int, nargs="*", default=[256, 1024, 4096], help="ranks; default: 256 1024 4096")
     parser.add_argument("--lose", action="store_true", help="lose the store in between")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     args = parser.parse_args()
-    print("                           all    the process with the store       most of a rank")
+    print("                                   all    the process with the store              most of a rank")
     without = " without s" if args.lose else ""
-    print(f" ranks  start s   end s        MB   start s   end s      MB   files  files   reads s       MB{without}")
+    heads = "MB  frames   start s   end s      MB   files  files   reads s       MB  left"
+    print(f" ranks  start s   end s        {heads}{without}")
+    found = []
     for size in args.sizes:
-        process = mp.Process(target=_job, args=(size, args.lose))
+        ours, theirs = mp.Pipe()
+        process = mp.Process(target=_job, args=(size, args.lose, theirs))
         process.start()
+        theirs.close()
+        found.append(ours.recv())
         process.join()
+        print(found[-1], flush=True)
+        if args.json:
+            args.json.write_text(json.dumps([each._asdict() for each in found]))
 
 
 if __name__ == "__main__":

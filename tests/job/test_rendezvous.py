@@ -248,8 +248,14 @@ def test_of_several_addresses_of_a_store_one_is_connected_to(first: str, monkeyp
     assert connected == [port for _, port in addresses[: 1 if first == "works" else 2]]
 
 
-def test_a_reset_before_the_connection_was_seen_says_nothing_of_who_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a firewall. What has listened before and refuses is gone."""
+@pytest.mark.parametrize("first", ["is reset", "says nothing"])
+def test_a_connection_that_was_made_says_nothing_of_who_does_not_listen(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reset before it was seen, as that of a firewall, and a store that has no time: of what has listened before only
+    what refuses is gone at once."""
+    if first == "says nothing":
+        monkeypatch.setattr(probe, "HANDSHAKE_SECONDS", 0.05)
     unique_id = get_unique_id(Config(linger=0), loopback=True)
     attempts: list[object] = []
     begin = socket.socket.connect_ex
@@ -258,9 +264,11 @@ def test_a_reset_before_the_connection_was_seen_says_nothing_of_who_listens(monk
         def connect(sock: socket.socket, address: tuple[str, int]) -> int:
             attempts.append(address)
             if len(attempts) > 1:
+                monkeypatch.setattr(probe, "HANDSHAKE_SECONDS", DEADLINE)
                 return begin(sock, address)
             code = begin(sock, other.getsockname())
-            close_hard(other.accept()[0])
+            if first == "is reset":
+                close_hard(other.accept()[0])
             return code
 
         monkeypatch.setattr(socket.socket, "connect_ex", connect)

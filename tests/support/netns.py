@@ -88,15 +88,20 @@ class Network:
         lines = [f"qdisc del dev eth{net} root", f"qdisc add dev eth{net} {shape}"]
         _within(self.hosts[host], "tc", lines=lines)
 
-    def set_rate_into(self, host: int, net: int, rate: str, burst: str = "256kb") -> None:
-        """How fast it may receive there: what more comes at once waits in the switch, and is lost beyond 50 ms."""
-        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
+    def set_rate_into(self, host: int, net: int, rate: str, burst: str = "256kb", latency: str = "50ms") -> None:
+        """How fast it may receive there: what more comes waits in the switch; what would wait longer is lost."""
+        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", latency)
         _within(self._switch, "tc", "qdisc", "replace", "dev", f"port{host}.{net}", *shape)
 
-    def set_control(self, name: str) -> None:
-        """TCP's congestion control of connections that are made from now on, on every host."""
+    def set_tcp(self, **settings: str) -> None:
+        """The kernel's settings of TCP on every host, for connections that are made from now on: tcp(7) has them, with
+        `tcp_` before their names."""
         for host in self.hosts:
-            _within(host, "sysctl", "-w", f"net.ipv4.tcp_congestion_control={name}")
+            _within(host, "sysctl", "-w", *(f"net.ipv4.tcp_{name}={value}" for name, value in settings.items()))
+
+    def set_segments(self, host: int, net: int, nbytes: int) -> None:
+        """How long the packets are at most that the kernel hands to an interface for it to cut into segments."""
+        _within(self.hosts[host], "ip", "link", "set", f"eth{net}", "gso_max_size", str(nbytes))
 
     @contextmanager
     def delayed(self, seconds: float) -> Iterator[None]:

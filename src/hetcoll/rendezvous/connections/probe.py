@@ -32,7 +32,7 @@ log = logging.getLogger("hetcoll.probe")
 
 _FIRST_RETRY, _LAST_RETRY = 0.02, 0.5  # seconds between attempts, doubling
 _FOREIGN_RETRY = 2.0  # where something else answered
-_BROKEN = 6  # attempts that broke in the handshake until that counts as an answer
+_BROKEN = 6  # attempts that broke in the handshake, or were not answered, until that counts as an answer
 _NOT_TRIED = "not tried"
 STAGGER = 0.25
 GREETS = 2.0
@@ -63,7 +63,7 @@ class _Place:
     response: Response | None = None  # to its greeting
     claimed: bool = False  # that was sent
     answers: int = 0  # how many attempts have ended
-    broken: int = 0  # by a reset, which says nothing of who listens
+    broken: int = 0  # by a reset or by silence, which say nothing of who listens
     after: _Place | None = None  # the next address of the same listener
     denied: str = ""  # why it did not pass for the store, which it greets as
 
@@ -150,7 +150,7 @@ class Search:
         times = [until]
         for place in self._places.values():
             if place.sock is not None and now >= place.deadline:
-                self._retry(place, self._spell_silence(place), _FOREIGN_RETRY)
+                self._broke(place, self._spell_silence(place), _FOREIGN_RETRY, connected=place.connected)
             if place.sock is None and now >= place.due:
                 self._start(place)
             times.append(place.due if place.sock is None else place.deadline)
@@ -212,9 +212,8 @@ class Search:
             place.denied = str(error)
             self._retry(place, place.denied, _FOREIGN_RETRY)
         except OSError as error:
-            broke = place.connected or error.errno == errno.ECONNRESET  # before we saw that it was connected
-            place.broken += broke
-            self._retry(place, spell_error(error), answered=not broke or place.broken >= _BROKEN)
+            connected = place.connected or error.errno == errno.ECONNRESET  # before we saw that it was connected
+            self._broke(place, spell_error(error), connected=connected)
         return None
 
     def _judge(self, place: _Place, sock: Socket) -> Found | None:
@@ -246,6 +245,11 @@ class Search:
         if place.response is not None:
             return "it greets as this job's store but does not answer"
         return "it accepts but does not greet" if place.connected else "no answer"
+
+    def _broke(self, place: _Place, outcome: str, pause: float = 0.0, *, connected: bool) -> None:
+        """An attempt has failed. Where the other end was connected, it may be the store, and have had no time."""
+        place.broken += connected
+        self._retry(place, outcome, pause, answered=not connected or place.broken >= _BROKEN)
 
     def _retry(self, place: _Place, outcome: str, pause: float = 0.0, *, answered: bool = True) -> None:
         if place.sock is not None:

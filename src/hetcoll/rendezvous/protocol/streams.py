@@ -41,11 +41,16 @@ class Stream:
         self._told = 0  # of these, of how many the other end knows
         self._nbytes = 0  # of those of which it does not
 
+    @property
+    def sent(self) -> int:
+        """Frames, each counted once."""
+        return self._acknowledged + len(self._kept)
+
     def put(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> Sent:
         """The next frame to send."""
         if len(self._kept) >= MAX_KEPT:
             raise CommunicationError(f"{len(self._kept)} frames were not acknowledged")
-        frame = Sent(op, body, request, status, (self._acknowledged + len(self._kept)) % _NUMBERS)
+        frame = Sent(op, body, request, status, self.sent % _NUMBERS)
         self._kept.append(frame)
         return frame
 
@@ -66,10 +71,8 @@ class Stream:
 
     def acknowledge(self, count: int) -> None:
         """The other end has received so many frames in all."""
-        if not self._acknowledged <= count <= self._acknowledged + len(self._kept):
-            raise CommunicationError(
-                f"{count} frames are acknowledged: {self._acknowledged + len(self._kept)} were sent"
-            )
+        if not self._acknowledged <= count <= self.sent:
+            raise CommunicationError(f"{count} frames are acknowledged: {self.sent} were sent")
         while self._acknowledged < count:
             self._kept.popleft()
             self._acknowledged += 1
