@@ -54,7 +54,7 @@ class Node:
         self.granted: list[tuple[float, Kind]] = []  # until when places are kept, and for whom
         self.asked = False  # to be a relay as well
         self.heard = 0.0  # of a relay: when
-        self.away = False  # its connection broke after a silence in which it may have gone to another store
+        self.away = False  # it may have gone to another store before this one saw that its connection broke
 
     def way(self) -> tuple[Connection, Route] | None:
         """The connection that leads here, and the route from there on; None where there is no way now."""
@@ -72,8 +72,7 @@ class Node:
 
     def emit(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK, number: int = 0) -> None:
         """Send a frame that is lost where there is no way."""
-        way = self.way()
-        if way is None:
+        if (way := self.way()) is None:
             return
         connection, route = way
         if route:
@@ -120,6 +119,7 @@ class Tree:
         self._asked = 0
         self._own = dict.fromkeys(Kind, 0)  # how many are connected to the store itself
         self._recruit_at = self._looked = 0.0
+        self._late_until = 0.0  # what relays say until then may have come while this process was stopped
 
     def _host_of(self, member: Member) -> str:
         if not isinstance(member, Node) or member.entry.hosts:
@@ -144,6 +144,7 @@ class Tree:
         if self._relays:
             self._leave_silent(now)
             waits.append(_LOOKS_EVERY)
+        self._looked = now
         if self._waiting:
             if now >= self._recruit_at:
                 self._recruit_at = now + _PATIENCE
@@ -154,7 +155,9 @@ class Tree:
 
     def _leave_silent(self, now: float) -> None:
         """Relays that are stopped, as those behind them do, who count as elsewhere until they are back."""
-        late, self._looked = now > self._looked + 2 * _LOOKS_EVERY, now  # what they said may be unread
+        if now > self._looked + SILENCE:
+            self._late_until = now + SILENCE
+        late = now > self._looked + 2 * _LOOKS_EVERY  # what they said may be unread
         for relay in self._relays:
             if late:
                 relay.heard = now
@@ -193,8 +196,7 @@ class Tree:
         if frame.op == Op.ENTER:
             self._enter_behind(relay, number, Entry.read(frame.body))
         elif child is not None and frame.op == Op.GONE:
-            lose = self._miss if frame.status == Status.AGAIN else self._lose
-            lose(child, frame.body.decode(errors="replace"))
+            (self._miss if frame.status == Status.AGAIN else self._lose)(child, frame.body.decode(errors="replace"))
         elif child is not None:
             self._frame(child, frame)
 
@@ -224,8 +226,7 @@ class Tree:
         self._waiting = [each for each in self._waiting if each.connection is not connection]
         node = self._nodes.get(connection.token)
         if node is not None and node.connection is connection:
-            node.away = broke and silence > 0
-            (self._miss if broke else self._lose)(node, reason)
+            (self._miss if broke else self._lose)(node, reason, silent=broke and silence > 0)
             if node.entry.kind is Kind.RELAY:  # those behind it have heard nothing of it either, and have left it
                 self._missing[node.entry.token] -= min(silence, 0.8 * ABSENCE)
 
@@ -255,16 +256,14 @@ class Tree:
             text = b"the job has gone on without this process"
             self._tell_behind(relay, number, Op.REPLY, text, Status.REFUSED)
             return
-        kept = next((each for each in relay.granted if each[1] is entry.kind), None)
-        if kept is not None:
+        if (kept := next((each for each in relay.granted if each[1] is entry.kind), None)) is not None:
             relay.granted.remove(kept)
         self._attach(None, relay, number, entry)
 
     @staticmethod
     def _tell_behind(relay: Node, number: int, op: Op, body: bytes, status: Status) -> None:
         """To a child of a relay that is nobody yet."""
-        way = relay.way()
-        if way is not None:
+        if (way := relay.way()) is not None:
             way[0].cast(op, body, status, Way((*way[1], number), 0, 0))
 
     def _attach(self, connection: Connection | None, parent: Node | None, number: int, entry: Entry) -> None:
@@ -312,8 +311,7 @@ class Tree:
     def _recruit(self) -> None:
         """Some wait for longer than it takes to become a relay: ask one more."""
         able = (n for n in self._nodes.values() if n.entry.kind is Kind.MEMBER and not (n.asked or n.entry.hosts))
-        found = next((node for node in able if node.way() is not None), None)
-        if found is not None:
+        if (found := next((node for node in able if node.way() is not None), None)) is not None:
             self._ask(found)
 
     def _serve_waiting(self) -> None:
@@ -335,8 +333,7 @@ class Tree:
     # Losing.
 
     def _lose(self, node: Node, reason: str, *, silent: bool = False) -> None:
-        """It has ended; in order where there is no reason. Whose death is sure may have been with another store before:
-        then that one may serve with more than half."""
+        """It has ended; in order where there is no reason."""
         if node.entry.kind is Kind.RELAY:
             self._detach(node)
             self._missing[node.entry.token] = time.monotonic() + ABSENCE
@@ -350,15 +347,18 @@ class Tree:
         self._detach(node)
         self._groups.drop(node, reason, silent=silent or node.away)
 
-    def _miss(self, node: Node, reason: str) -> None:
-        """Its own connection broke, which is no death as yet."""
-        entry = node.entry
+    def _miss(self, node: Node, reason: str, *, silent: bool = False) -> None:
+        """Its own connection broke, which is no death as yet. After a silence, or where it is behind a relay and this
+        process was stopped, it may have gone to another store since: then its death is no proof that it did not."""
+        entry, now = node.entry, time.monotonic()
+        late = now > self._looked + SILENCE or now < self._late_until
+        node.away = silent or (late and node.parent is not None)
         if entry.kind is Kind.RELAY or not (entry.addresses or entry.hosts):
             self._lose(node, reason)
             return
         log.info("%s is missing: %s", node.name, reason)
         self._detach(node)
-        self._missing[entry.token] = time.monotonic() + ABSENCE
+        self._missing[entry.token] = now + ABSENCE
         if not entry.hosts:
             self.pulses.feel(entry.token, entry.addresses[0], reason)
 
