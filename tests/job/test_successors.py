@@ -12,7 +12,7 @@ from ranks import wait_until
 from hetcoll.rendezvous.connections.members import ENDED, Connection
 from hetcoll.rendezvous.protocol.keys import Member
 from hetcoll.rendezvous.protocol.routes import pack_up
-from hetcoll.rendezvous.protocol.wire import U32, Frame, FrameReader, Op, Status, pack, unpack
+from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, FrameReader, Op, Status, pack, unpack
 from hetcoll.rendezvous.store.groups import Groups
 from hetcoll.rendezvous.store.successors import Successors
 from hetcoll.rendezvous.store.tree import Tree
@@ -123,6 +123,43 @@ def test_who_missed_a_list_goes_to_the_same_successor_as_the_others() -> None:
     successors.take_back(others[2], False, b"", old)
     successors.confirm()
     assert others[2].told[-1] == others[0].told[-1]
+
+
+DECISIONS = {
+    Op.EXCHANGE: (b"tag", pack([b"shared"]), pack([]), b""),
+    Op.SHRINK: (U32.pack(1),),
+    Op.AGREE: (U32.pack(1), I64.pack(1)),
+    Op.GROW: (U32.pack(1), U32.pack(1), b"told"),
+}
+
+
+@pytest.mark.parametrize("op", DECISIONS)
+def test_nothing_is_decided_while_more_than_half_may_be_elsewhere(op: Op) -> None:
+    """All said it before the store was stopped, or cut off, and may have asked another one since."""
+    now = [0.0]
+    groups = Groups(lambda: now[0], charge=pack((b"charge",)))
+    members, newcomer = [Heard(f"rank {rank}") for rank in range(3)], Heard("a newcomer")
+
+    def ask(who: Heard, op: Op, *fields: bytes) -> None:
+        groups.handle(who, Frame(op, 0, 1, pack((*fields, F64.pack(9.0)))))
+
+    for rank, member in enumerate(members):
+        ask(member, Op.JOIN, WORLD, U32.pack(rank), U32.pack(3), bytes([rank == 0]))
+    for member in members:
+        ask(member, Op.EXCHANGE, WORLD, b"where", pack([b"shared"]), pack([]), b"")
+    ask(newcomer, Op.ADMIT)
+    for member in members:
+        member.told.clear()
+    groups.successors.reaches = lambda member: member is members[0]
+    for member in members:
+        ask(member, op, WORLD, *DECISIONS[op])
+    now[0] += 1.0
+    groups.tick()
+    assert all(Op.REPLY not in dict(member.told) for member in members)
+    groups.successors.reaches = lambda member: member is not members[2]
+    now[0] += 1.0
+    groups.tick()
+    assert all(Op.REPLY in dict(member.told) for member in members)
 
 
 class Dropped(Groups):
