@@ -11,7 +11,8 @@ from ranks import wait_until
 
 from hetcoll.rendezvous.connections.members import ENDED, Connection
 from hetcoll.rendezvous.protocol.keys import Member
-from hetcoll.rendezvous.protocol.wire import U32, Frame, FrameReader, Op, Status, pack, unpack
+from hetcoll.rendezvous.protocol.routes import pack_up
+from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, FrameReader, Op, Status, pack, unpack
 from hetcoll.rendezvous.store.groups import Groups
 from hetcoll.rendezvous.store.successors import Successors
 from hetcoll.rendezvous.store.tree import Tree
@@ -124,6 +125,43 @@ def test_who_missed_a_list_goes_to_the_same_successor_as_the_others() -> None:
     assert others[2].told[-1] == others[0].told[-1]
 
 
+DECISIONS = {
+    Op.EXCHANGE: (b"tag", pack([b"shared"]), pack([]), b""),
+    Op.SHRINK: (U32.pack(1),),
+    Op.AGREE: (U32.pack(1), I64.pack(1)),
+    Op.GROW: (U32.pack(1), U32.pack(1), b"told"),
+}
+
+
+@pytest.mark.parametrize("op", DECISIONS)
+def test_nothing_is_decided_while_more_than_half_may_be_elsewhere(op: Op) -> None:
+    """All said it before the store was stopped, or cut off, and may have asked another one since."""
+    now = [0.0]
+    groups = Groups(lambda: now[0], charge=pack((b"charge",)))
+    members, newcomer = [Heard(f"rank {rank}") for rank in range(3)], Heard("a newcomer")
+
+    def ask(who: Heard, op: Op, *fields: bytes) -> None:
+        groups.handle(who, Frame(op, 0, 1, pack((*fields, F64.pack(9.0)))))
+
+    for rank, member in enumerate(members):
+        ask(member, Op.JOIN, WORLD, U32.pack(rank), U32.pack(3), bytes([rank == 0]))
+    for member in members:
+        ask(member, Op.EXCHANGE, WORLD, b"where", pack([b"shared"]), pack([]), b"")
+    ask(newcomer, Op.ADMIT)
+    for member in members:
+        member.told.clear()
+    groups.successors.reaches = lambda member: member is members[0]
+    for member in members:
+        ask(member, op, WORLD, *DECISIONS[op])
+    now[0] += 1.0
+    groups.tick()
+    assert all(Op.REPLY not in dict(member.told) for member in members)
+    groups.successors.reaches = lambda member: member is not members[2]
+    now[0] += 1.0
+    groups.tick()
+    assert all(Op.REPLY in dict(member.told) for member in members)
+
+
 class Dropped(Groups):
     """Notes who is lost, and whether it may live elsewhere."""
 
@@ -135,6 +173,37 @@ class Dropped(Groups):
         self.lost.append((reason, silent))
 
 
+class Watched:
+    """A store's tree, without a server, and a rank: nobody listens where it did."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.groups, self._selector, self._socks = Dropped(), selector, [socket.socket(), socket.socket()]
+        self.tree = Tree(self.groups, lambda _: None, selector)
+        with socket.create_server(("127.0.0.1", 0)) as pulse:
+            self.rank = Entry(Kind.MEMBER, b"m" * TOKEN_BYTES, 3, addresses=(pulse.getsockname(),)).pack()
+        self.own, self.relay = (Connection(sock, "rank 1", set(), FrameReader()) for sock in self._socks)
+
+    def say(self, connection: Connection, op: Op, body: bytes, status: Status = Status.OK, *, behind: bool) -> None:
+        frame = Frame(op, status, 0, body)
+        self.tree.handle(connection, Frame(Op.UP, 0, 0, pack_up(1, frame)) if behind else frame)
+
+    def verdict(self) -> bool:
+        """Of its death: whether it may have been elsewhere before."""
+
+        def turn() -> bool:
+            self.tree.tick()
+            for key, _ in self._selector.select(0.1):
+                key.data(key)
+            return bool(self.groups.lost)
+
+        wait_until(turn)
+        for sock in self._socks:
+            sock.close()
+        ((reason, silent),) = self.groups.lost
+        assert "its process died" in reason
+        return silent
+
+
 @pytest.mark.parametrize(
     ("silence", "broke", "elsewhere"), [(0.0, True, False), (30.0, True, True), (30.0, False, False)]
 )
@@ -142,23 +211,26 @@ def test_who_is_found_dead_after_a_silence_may_have_been_elsewhere_before(
     silence: float, broke: bool, elsewhere: bool
 ) -> None:
     """A store that was stopped, or cut off, cannot know with whom such a one was. An end of the stream says it."""
-    groups = Dropped()
-    with selectors.DefaultSelector() as selector, socket.socket() as sock:
-        with socket.create_server(("127.0.0.1", 0)) as pulse:
-            where = pulse.getsockname()
-        tree = Tree(groups, lambda _: None, selector)
-        connection = Connection(sock, "rank 1", set(), FrameReader())
-        entry = Entry(Kind.MEMBER, b"t" * TOKEN_BYTES, 3, addresses=(where,))
-        tree.handle(connection, Frame(Op.ENTER, 0, 0, entry.pack()))
-        tree.lost(connection, "reset" if broke else ENDED, broke=broke, silence=silence)
+    with selectors.DefaultSelector() as selector:
+        store = Watched(selector)
+        store.say(store.own, Op.ENTER, store.rank, behind=False)
+        store.tree.lost(store.own, "reset" if broke else ENDED, broke=broke, silence=silence)
+        assert store.verdict() == elsewhere
 
-        def turn() -> bool:
-            tree.tick()
-            for key, _ in selector.select(0.1):
-                key.data(key)
-            return bool(groups.lost)
 
-        wait_until(turn)
-    ((reason, silent),) = groups.lost
-    assert "its process died" in reason
-    assert silent == elsewhere
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+@pytest.mark.parametrize("turns", [0, 1])
+def test_what_a_relay_said_to_a_store_that_was_stopped_may_be_old(seconds: float, turns: int) -> None:
+    """Its connection to the relay broke some time while the store did not read; nor did it read all at once."""
+    with selectors.DefaultSelector() as selector:
+        store = Watched(selector)
+        store.tree.tick()
+        relay = Entry(Kind.RELAY, b"r" * TOKEN_BYTES, 3, addresses=(("127.0.0.1", 1),))
+        store.say(store.relay, Op.ENTER, relay.pack(), behind=False)
+        store.say(store.relay, Op.ENTER, store.rank, behind=True)
+        store.tree.tick()
+        store.tree._looked -= seconds
+        for _ in range(turns):
+            store.tree.tick()
+        store.say(store.relay, Op.GONE, b"reset", Status.AGAIN, behind=True)
+        assert store.verdict() == (seconds > 0)

@@ -21,10 +21,15 @@ KINDS = {
     "late": 1,
     "storm": 4,
     "stop": 2,
+    "away": 2,
 }
 """What is done to a job, and how often. In a `stall` the network is cut for less than any timeout; a `cut` lasts. In a
 `mismatch` one rank calls something else than the others, or it is too `late` for a call. In a `stop` the first
-successor is stopped, or cut off from all but rank 0, and that dies or leaves."""
+successor is stopped, or cut off from all but rank 0, and that dies or leaves. In an `away` rank 0 is stopped, perhaps
+with another one, or cut off as well, and others go on without it, of which some leave or die."""
+
+ROUGH = {"away", "cut", "stop", "storm"}
+"""In these some may be lost to whom nothing was done, or be told nothing in time."""
 
 SOUND = {"calm", "reset", "freeze", "stall"}
 """After these nobody is lost, and nothing fails."""
@@ -158,6 +163,15 @@ def _draw_faults(rng: random.Random, kind: str, size: int, machines: list[str]) 
         return [Fault(at, "freeze", SUCCESSOR, rng.uniform(1, 60)), gone]
     if kind == "leave":
         return [Fault(when(), "leave", rng.randrange(size)) for _ in some(2)]
+    if kind == "away":
+        at, seconds = rng.uniform(0, 3), rng.choice([rng.uniform(5, 15), rng.uniform(15, 60), 0.0])
+        some_faults = [Fault(at, "freeze", rank, seconds) for rank in {0, rng.choice([0, rng.randrange(size)])}]
+        if rng.random() < 0.5:
+            some_faults.append(Fault(at, "cut", 0, rng.uniform(5, 60), (machines[0],)))
+        some_faults += [Fault(at + rng.uniform(0, 15), "reset") for _ in some(2 * size + 2)]
+        return some_faults + [
+            Fault(at + rng.uniform(0, 70), rng.choice(["leave", "kill"]), rng.randrange(1, size)) for _ in some(size)
+        ]
     if kind == "storm":
         long = [0.0, *(rng.uniform(0.1, 60) for _ in range(2))]
         whats = ["kill", "reset", "reset", "freeze", "freeze", "cut", "leave", "vanish"]

@@ -25,7 +25,7 @@ from hetcoll.rendezvous.session import Session, coming_together
 
 from . import threads
 from .engine import Engine, Links, spell
-from .job import Job, Step
+from .job import ROUGH, Job, Step
 from .kernel import World, process
 
 TIMEOUT = 25.0  # seconds of a collective
@@ -206,7 +206,7 @@ class Rank:
         """Until all are done: who was stopped meanwhile, or cut off, comes to a job that is there."""
         self.history.done.add(self.name)
         until = World.kernel.now + _STAYS
-        waits = self.job.kind in ("storm", "stop", "cut", "vanish")
+        waits = self.job.kind in ROUGH or self.job.kind == "vanish"
         while waits and not self.history.over() and World.kernel.now < until:
             threads.sleep(1.0)
         self.session.leave(self.group)

@@ -8,7 +8,7 @@ from typing import Any
 from hetcoll.rendezvous.protocol.news import Lost, StoreLost
 from hetcoll.rendezvous.store.successors import MOST
 
-from .job import Job, address, new_address
+from .job import ROUGH, Job, address, new_address
 from .rank import TIMEOUT, History
 
 _FOUND = 6.0  # seconds in which ranks find out that one calls something else
@@ -64,7 +64,7 @@ def _one_answer(job: Job, history: History, gone: Mapping[str, float]) -> Iterat
         if len(set(told.values())) > 1 and not _one_after_another(job, history, key, told, gone):
             yield f"different answers to {key}: {told}"
         for name, error in history.failures.get(key, {}).items():
-            if "did not answer" in error and job.kind in ("cut", "storm", "stop"):
+            if "did not answer" in error and job.kind in ROUGH:
                 continue  # it was not told
             deaths = _deaths_of_stores(history, name, gone) if job.kind == "vanish" else []
             if "did not answer" in error and any(0 < history.times[key, name] - each < _SUCCEEDED for each in deaths):
@@ -185,7 +185,7 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
         late = any(when < begin + 1.0 for when in history.ended.values())
         few = 2 * len(ranks) <= job.size or job.newcomers
         return [] if late or few else ranks
-    return [] if job.kind == "storm" else ranks
+    return [] if job.kind in ("storm", "away") else ranks
 
 
 def _taken_in(history: History, before: float) -> set[str]:
@@ -205,7 +205,7 @@ def _early(job: Job, history: History, ranks: list[str]) -> bool:
 def _false_alarms(job: Job, history: History, gone: Mapping[str, float]) -> Iterator[str]:
     """Nobody is said to be lost to whom nothing was done."""
     must = _must(job, history, gone)
-    if job.kind in ("storm", "stop", "cut") or (job.kind in ("vanish", "stall") and not must):
+    if job.kind in ROUGH or (job.kind in ("vanish", "stall") and not must):
         return
     for name, news in history.news.items():
         for when, group, event in news:

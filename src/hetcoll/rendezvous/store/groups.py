@@ -24,7 +24,7 @@ from ..protocol.wire import F64, MAX_ID, U32, WORLD, Frame, Op, Status, pack
 from .group import Group
 from .questions import Questions
 from .returns import Claim, Returns
-from .rolls import Rolls
+from .rolls import DOUBT, Rolls
 from .successors import Successors
 
 log = logging.getLogger("hetcoll.groups")
@@ -61,10 +61,8 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
-        self.reaches: Callable[[Member], bool] = lambda _: True
-        """Whether there is a way to a member now."""
         self.successors = successors = Successors(charge, self._after)
-        self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow, self._doubts)
+        self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow, successors.doubts)
         self._questions = Questions(self.rolls.find_current, self._groups, self._after, lambda: successors.told)
         self.returns = Returns(
             self._find, self._part, self._catch_up, self.handle, self._begin_anew, self._after, succeeds
@@ -126,9 +124,6 @@ class Groups:
         for name in list(member.ranks):
             self._part(member, name, reason)
 
-    def _doubts(self) -> bool:
-        return self.successors.doubts(self.reaches)
-
     def keeps(self, member: Member) -> bool:
         """Whether the store is to go on for `member`: not for who waits to be taken in or looks on."""
         return not (self.rolls.awaits(member) or self._questions.looks_on(member))
@@ -147,8 +142,7 @@ class Groups:
         (rank,), (size,) = U32.unpack(rank4), U32.unpack(size4)
         if not (1 <= size <= MAX_SIZE and rank < size):
             raise RefusedError(f"rank {rank} of {size}: wanted a rank below the size, and a size from 1 to {MAX_SIZE}")
-        group = self._groups.get(name)
-        if group is None:
+        if (group := self._groups.get(name)) is None:
             if name == WORLD and (problem := self._reserve(size)):
                 raise RefusedError(f"the job's {size} ranks do not fit the process that hosts its store: {problem}")
             group = self._create(name, size)
@@ -252,8 +246,7 @@ class Groups:
 
     def _begin_anew(self, name: bytes) -> None:
         """Forget a group that nobody is in any more; who waited for that enters the new one."""
-        group = self._groups.get(name)
-        if group is None or group.members or self.returns.awaits(name):
+        if (group := self._groups.get(name)) is None or group.members or self.returns.awaits(name):
             return
         if not (group.mixed or len(group.gone) >= group.size or self._returning.get(name)):
             return
@@ -355,17 +348,24 @@ class Groups:
         shared, alike, own, seconds8 = rest
         exchange.add(tag, rank, member, request, (shared, alike, own))
         if len(exchange.rows) == group.size:
-            group.formed = True
-            self.successors.begin(group.members.values())
-            if any(exchange.own.values()):
-                group.own[tag] = exchange.own
-            group.exchanges.pop(tag).finish(group.size)
+            self._finish_exchange(group, tag, exchange)
             return
         gone = [other for other in group.gone if other not in exchange.rows]
         if gone:
             self._fail_exchange(group, tag, gone[0])
             return
         self._after(seconds8, lambda: self._expire_exchange(group, tag, exchange))
+
+    def _finish_exchange(self, group: Group, tag: bytes, exchange: Exchange) -> None:
+        """All have told: answer, unless it failed meanwhile."""
+        if self.successors.doubts():
+            self._after(DOUBT, lambda: self._finish_exchange(group, tag, exchange))
+        elif group.exchanges.get(tag) is exchange:
+            group.formed = True
+            self.successors.begin(group.members.values())
+            if any(exchange.own.values()):
+                group.own[tag] = exchange.own
+            group.exchanges.pop(tag).finish(group.size)
 
     def _look(self, member: Member, request: int, name: bytes, tag: bytes, ranks: bytes) -> None:
         group, _ = self._of(member, name)
@@ -383,7 +383,7 @@ class Groups:
         group.exchanges.pop(tag).answer(group.spell_needed(rank, tag), Status.LOST)
 
     def _expire_exchange(self, group: Group, tag: bytes, exchange: Exchange) -> None:
-        if group.exchanges.get(tag) is not exchange or exchange.failed:
+        if group.exchanges.get(tag) is not exchange or exchange.failed or len(exchange.rows) == group.size:
             return
         late = [rank for rank in range(group.size) if rank not in exchange.rows]
         absent = [rank for rank in late if rank not in group.members]

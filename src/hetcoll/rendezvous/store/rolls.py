@@ -22,7 +22,7 @@ log = logging.getLogger("hetcoll.rolls")
 
 NAME_BYTES = 16
 MAX_NEWCOMERS = 1 << 16
-_DOUBT = F64.pack(0.5)  # seconds, again and again
+DOUBT = F64.pack(0.5)  # seconds, again and again
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class Rolls:
             return
         if self._doubts():
             turn = group.rolls
-            self._after(_DOUBT, lambda: self._close_roll(group, now=now and group.rolls == turn))
+            self._after(DOUBT, lambda: self._close_roll(group, now=now and group.rolls == turn))
             return
         group.late |= missing
         group.rolls += 1
@@ -157,8 +157,8 @@ class Rolls:
         roll = group.agreements.get(number)
         if roll is None or roll.failed is not None or not _complete(group, roll):
             return
-        if group.gone and self._doubts():
-            self._after(_DOUBT, lambda: self._close_agreement(group, number))
+        if self._doubts():
+            self._after(DOUBT, lambda: self._close_agreement(group, number))
         else:
             flag = -1
             for (said,) in map(I64.unpack, roll.said.values()):
@@ -209,6 +209,9 @@ class Rolls:
         for group, roll in list(self._growing):
             count = U32.unpack(next(iter(roll.said.values()))[:4])[0]
             if len(roll.said) == group.size and len(self._lobby) >= count:
+                if self._doubts():
+                    self._after(DOUBT, self._close_growths)
+                    return
                 self._growing.remove((group, roll))
                 self._take_in(group, roll, count)
 

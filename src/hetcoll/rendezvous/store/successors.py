@@ -9,6 +9,7 @@ are on as many hosts as can be.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
@@ -20,6 +21,7 @@ log = logging.getLogger("hetcoll.successors")
 MOST = 3
 _GATHER = 0.5  # seconds: who leaves in that time is told of together
 SILENCES = 60.0  # seconds in which all notice that a network is cut
+_SURE = 1.0  # seconds in which nobody goes elsewhere who was here
 
 After = Callable[[bytes, Callable[[], None]], None]
 
@@ -31,6 +33,8 @@ class Successors:
         self._charge, self._after = charge, after
         self.host_of: Callable[[Member], str] = lambda _: ""
         """On which host a member is, nothing: on the store's own."""
+        self.reaches: Callable[[Member], bool] = lambda _: True
+        """Whether a member is here now, as far as can be known."""
         self._members: dict[Member, bool] = {}  # whether the store is in its process
         self._ranks: set[Member] = set()  # those of a group; who waits to be taken in is none of the job's processes
         self._firm: set[Member] = set()  # of these all but newcomers whose group has yet to meet
@@ -39,6 +43,7 @@ class Successors:
         self._begun = self._due = self._fixed = False
         self.told = b""
         """The last SUCCESSORS, which all members heard."""
+        self._sure_until = 0.0  # there is no doubt
         self._silent = 0  # ranks that fell silent of late
         self._least = 0  # others of the job that may be, as they were told at the store before this one
         self.cut_off = ""
@@ -110,6 +115,7 @@ class Successors:
         if self._members.pop(member, None) is None:
             return
         self._places.pop(member, None)
+        self._sure_until = 0.0
         counted = member in self._ranks
         self._ranks.discard(member)
         self._firm.discard(member)
@@ -123,10 +129,17 @@ class Successors:
                 count = self._silent + len(self._firm)
                 self.cut_off = f"{self._silent} of {count} processes fell silent, and may go on without this part"
 
-    def doubts(self, reaches: Callable[[Member], bool]) -> bool:
-        """Whether this store may give up soon: most fell silent, or cannot be reached now."""
-        here = sum(map(reaches, self._firm))
-        return self._begun and self._silent + len(self._firm) - here > here
+    def doubts(self) -> bool:
+        """Whether this store may give up soon: most fell silent, or cannot be reached now. Then others may decide what
+        it is asked, and have done so already if it was stopped."""
+        now = time.monotonic()
+        if not self._begun or now < self._sure_until:  # many may decide at every step
+            return False
+        here = sum(map(self.reaches, self._firm))
+        if self._silent + len(self._firm) - here > here:
+            return True
+        self._sure_until = now + _SURE
+        return False
 
     def _forget_silence(self) -> None:
         """If that one had gone on elsewhere, with more than half of the job, this store had given up by now."""

@@ -18,14 +18,15 @@ from typing import NamedTuple
 from ...errors import CommunicationError
 from ..connections.members import Connection
 from ..connections.pulse import Pulses
+from ..connections.sockets import silent_for
 from ..protocol.exchanges import FEW
 from ..protocol.keys import Member
 from ..protocol.routes import Entry as Way
-from ..protocol.routes import Route, unpack_up
-from ..protocol.streams import Stream
+from ..protocol.routes import unpack_up
 from ..protocol.wire import U32, U64, Frame, Op, Status, pack, read_count
 from ..uplink import ABSENCE, RELAY_SECONDS, RETURN, SILENCE, Entry, Kind, pack_places
 from .groups import Groups
+from .node import Node
 
 log = logging.getLogger("hetcoll.tree")
 
@@ -38,63 +39,6 @@ _PATIENCE = 1.0  # seconds that some wait until another relay is asked for
 _LOOKS_EVERY = 1.0  # seconds: for relays that say nothing
 
 assert _TRIES * RELAY_SECONDS < RETURN, "who lost its relay, and is sent to others that are stopped, is lost"
-
-
-class Node:
-    """A member or a relay, wherever it is. `parent` is a relay; None: the store itself, over `connection`."""
-
-    def __init__(self, tree: Tree, entry: Entry, name: str) -> None:
-        self._tree, self.entry, self.name = tree, entry, name
-        self.ranks: dict[bytes, int] = {}
-        self.stream = Stream()
-        self.parent: Node | None = None
-        self.connection: Connection | None = None
-        self.number = 0  # among its parent's children
-        self.children: dict[int, Node] = {}
-        self.granted: list[tuple[float, Kind]] = []  # until when places are kept, and for whom
-        self.asked = False  # to be a relay as well
-        self.heard = 0.0  # of a relay: when
-        self.away = False  # its connection broke after a silence in which it may have gone to another store
-
-    def way(self) -> tuple[Connection, Route] | None:
-        """The connection that leads here, and the route from there on; None where there is no way now."""
-        route: list[int] = []
-        node = self
-        while node.parent is not None:
-            route.append(node.number)
-            node = node.parent
-        return None if node.connection is None else (node.connection, tuple(reversed(route)))
-
-    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None:
-        """As `groups.Member`: sent again where it is lost with a relay."""
-        sent = self.stream.put(op, body, request, status)
-        self.emit(sent.op, sent.body, sent.request, sent.status, sent.number)
-
-    def emit(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK, number: int = 0) -> None:
-        """Send a frame that is lost where there is no way."""
-        way = self.way()
-        if way is None:
-            return
-        connection, route = way
-        if route:
-            connection.cast(op, body, status, Way(route, request, number))
-        else:
-            connection.send(op, body, request, status, number)
-
-    def sync(self, received: int, op: Op) -> None:
-        """It has so many frames: say how many of its are here, and send the rest."""
-        self.stream.acknowledge(received)
-        self.emit(op, U64.pack(self.stream.received))
-        for sent in self.stream.again():
-            self.emit(sent.op, sent.body, sent.request, sent.status, sent.number)
-
-    def has_room(self, kind: Kind, now: float) -> bool:
-        """Whether a relay has a place for one more. Some are for relays alone, or the tree could not grow."""
-        if len(self.children) >= FAN:
-            return False
-        self.granted = [each for each in self.granted if each[0] > now]
-        kinds = [each.entry.kind for each in self.children.values()] + [each for _, each in self.granted]
-        return len(kinds) < FAN and (kind is Kind.RELAY or kinds.count(Kind.MEMBER) < FAN - _FOR_RELAYS)
 
 
 class _Waiting(NamedTuple):
@@ -110,7 +54,7 @@ class Tree:
         self._groups, self._end = groups, end
         self.pulses = Pulses(selector, self._hear_of_death)
         groups.returns.watch(self.pulses)
-        groups.reaches = lambda member: isinstance(member, Node) and member.way() is not None
+        groups.successors.reaches = self._reaches
         groups.successors.host_of = self._host_of
         self._here: set[str] = set()  # addresses of this host
         self._nodes: dict[bytes, Node] = {}
@@ -120,12 +64,19 @@ class Tree:
         self._asked = 0
         self._own = dict.fromkeys(Kind, 0)  # how many are connected to the store itself
         self._recruit_at = self._looked = 0.0
+        self._late_until = 0.0
 
     def _host_of(self, member: Member) -> str:
         if not isinstance(member, Node) or member.entry.hosts:
             return ""
         host = member.entry.addresses[0][0] if member.entry.addresses else "unknown"
         return "" if host in self._here else host
+
+    def _reaches(self, member: Member) -> bool:
+        way = member.way() if isinstance(member, Node) else None
+        if way is None or silent_for(way[0].sock):
+            return False
+        return not (way[1] and self._is_late(time.monotonic()))
 
     @property
     def keeps(self) -> bool:
@@ -144,6 +95,7 @@ class Tree:
         if self._relays:
             self._leave_silent(now)
             waits.append(_LOOKS_EVERY)
+        self._looked = now
         if self._waiting:
             if now >= self._recruit_at:
                 self._recruit_at = now + _PATIENCE
@@ -154,7 +106,9 @@ class Tree:
 
     def _leave_silent(self, now: float) -> None:
         """Relays that are stopped, as those behind them do, who count as elsewhere until they are back."""
-        late, self._looked = now > self._looked + 2 * _LOOKS_EVERY, now  # what they said may be unread
+        if now > self._looked + SILENCE:
+            self._late_until = now + SILENCE
+        late = now > self._looked + 2 * _LOOKS_EVERY  # what they said may be unread
         for relay in self._relays:
             if late:
                 relay.heard = now
@@ -193,8 +147,7 @@ class Tree:
         if frame.op == Op.ENTER:
             self._enter_behind(relay, number, Entry.read(frame.body))
         elif child is not None and frame.op == Op.GONE:
-            lose = self._miss if frame.status == Status.AGAIN else self._lose
-            lose(child, frame.body.decode(errors="replace"))
+            (self._miss if frame.status == Status.AGAIN else self._lose)(child, frame.body.decode(errors="replace"))
         elif child is not None:
             self._frame(child, frame)
 
@@ -224,8 +177,7 @@ class Tree:
         self._waiting = [each for each in self._waiting if each.connection is not connection]
         node = self._nodes.get(connection.token)
         if node is not None and node.connection is connection:
-            node.away = broke and silence > 0
-            (self._miss if broke else self._lose)(node, reason)
+            (self._miss if broke else self._lose)(node, reason, silent=broke and silence > 0)
             if node.entry.kind is Kind.RELAY:  # those behind it have heard nothing of it either, and have left it
                 self._missing[node.entry.token] -= min(silence, 0.8 * ABSENCE)
 
@@ -255,23 +207,21 @@ class Tree:
             text = b"the job has gone on without this process"
             self._tell_behind(relay, number, Op.REPLY, text, Status.REFUSED)
             return
-        kept = next((each for each in relay.granted if each[1] is entry.kind), None)
-        if kept is not None:
+        if (kept := next((each for each in relay.granted if each[1] is entry.kind), None)) is not None:
             relay.granted.remove(kept)
         self._attach(None, relay, number, entry)
 
     @staticmethod
     def _tell_behind(relay: Node, number: int, op: Op, body: bytes, status: Status) -> None:
         """To a child of a relay that is nobody yet."""
-        way = relay.way()
-        if way is not None:
+        if (way := relay.way()) is not None:
             way[0].cast(op, body, status, Way((*way[1], number), 0, 0))
 
     def _attach(self, connection: Connection | None, parent: Node | None, number: int, entry: Entry) -> None:
         node = self._nodes.get(entry.token)
         if node is None:
             name = connection.name if connection is not None else f"a process behind {parent.name}" if parent else ""
-            node = self._nodes[entry.token] = Node(self, entry, name)
+            node = self._nodes[entry.token] = Node(entry, name)
             if entry.kind is Kind.RELAY:
                 self._relays.append(node)
         self._detach(node)
@@ -312,18 +262,17 @@ class Tree:
     def _recruit(self) -> None:
         """Some wait for longer than it takes to become a relay: ask one more."""
         able = (n for n in self._nodes.values() if n.entry.kind is Kind.MEMBER and not (n.asked or n.entry.hosts))
-        found = next((node for node in able if node.way() is not None), None)
-        if found is not None:
+        if (found := next((node for node in able if node.way() is not None), None)) is not None:
             self._ask(found)
 
     def _serve_waiting(self) -> None:
         """Send those on for whom a relay has room: the oldest relays are nearest to the store."""
         now, left = time.monotonic(), list[_Waiting]()
-        room = [relay for relay in self._relays if relay.has_room(Kind.RELAY, now) and relay.way() is not None]
+        room = [relay for relay in self._relays if _has_room(relay, Kind.RELAY, now) and relay.way() is not None]
         for each in self._waiting if room else ():
             connection, entry = each
             able = (relay for relay in room if relay.entry.token not in entry.failed)
-            relay = next((relay for relay in able if relay.has_room(entry.kind, now)), None)
+            relay = next((relay for relay in able if _has_room(relay, entry.kind, now)), None)
             if relay is None:
                 left.append(each)
                 continue
@@ -334,9 +283,12 @@ class Tree:
 
     # Losing.
 
+    def _is_late(self, now: float) -> bool:
+        """Whether what relays say may have come while this process was stopped."""
+        return now > self._looked + SILENCE or now < self._late_until
+
     def _lose(self, node: Node, reason: str, *, silent: bool = False) -> None:
-        """It has ended; in order where there is no reason. Whose death is sure may have been with another store before:
-        then that one may serve with more than half."""
+        """It has ended; in order where there is no reason."""
         if node.entry.kind is Kind.RELAY:
             self._detach(node)
             self._missing[node.entry.token] = time.monotonic() + ABSENCE
@@ -350,15 +302,17 @@ class Tree:
         self._detach(node)
         self._groups.drop(node, reason, silent=silent or node.away)
 
-    def _miss(self, node: Node, reason: str) -> None:
-        """Its own connection broke, which is no death as yet."""
-        entry = node.entry
+    def _miss(self, node: Node, reason: str, *, silent: bool = False) -> None:
+        """Its own connection broke, which is no death as yet. After a silence, or where it is behind a relay and this
+        process was stopped, it may have gone to another store since: then its death is no proof that it did not."""
+        entry, now = node.entry, time.monotonic()
+        node.away = silent or (node.parent is not None and self._is_late(now))
         if entry.kind is Kind.RELAY or not (entry.addresses or entry.hosts):
             self._lose(node, reason)
             return
         log.info("%s is missing: %s", node.name, reason)
         self._detach(node)
-        self._missing[entry.token] = time.monotonic() + ABSENCE
+        self._missing[entry.token] = now + ABSENCE
         if not entry.hosts:
             self.pulses.feel(entry.token, entry.addresses[0], reason)
 
@@ -397,3 +351,12 @@ class Tree:
                     node.send(op, body, request, status)
                 elif node.entry.kind is kind and node.connection is not None:
                     node.connection.send(Op.CLOSING, b"")
+
+
+def _has_room(relay: Node, kind: Kind, now: float) -> bool:
+    """Whether it has a place for one more. Some are for relays alone, or the tree could not grow."""
+    if len(relay.children) >= FAN:
+        return False
+    relay.granted = [each for each in relay.granted if each[0] > now]
+    kinds = [each.entry.kind for each in relay.children.values()] + [each for _, each in relay.granted]
+    return len(kinds) < FAN and (kind is Kind.RELAY or kinds.count(Kind.MEMBER) < FAN - _FOR_RELAYS)
