@@ -14,6 +14,7 @@ from typing import Any
 import fakes
 import pytest
 from fakes.harness import on, vendor
+from hypothesis import settings
 from patience import PATIENCE
 from ranks import Ranks, close_all
 
@@ -22,6 +23,9 @@ __all__ = ["on", "vendor"]
 gc.disable()  # until all tests are found: a sixth of what that takes
 os.environ["HETCOLL_TUNED"] = "none"  # not what somebody has measured here
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each process would have threads that spin for work
+# An example that takes 0.2 s is no failure on a machine that others use, too. Before tests' modules are loaded.
+settings.register_profile("patient", settings.get_profile(settings.get_current_profile_name()), deadline=None)
+settings.load_profile("patient")
 _LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _COSTS = {"verbs": 1000, "slow": 50, "fakes": 10}  # of a test with this mark, in tests without one
 _MOST = 32 // _LANES  # idle processes kept for later tests, by each lane

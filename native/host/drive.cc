@@ -123,8 +123,7 @@ bool Engine::PassAll() {
     moved |= PassTask(task);
     if (!task.finished()) break;
     task.mark.End();
-    task.keepalive.reset();
-    task.state.store(Task::State::kDone, std::memory_order_release);
+    task.End(Task::State::kDone);
     collectives_.pop_front();
     moved = true;
   }
@@ -136,8 +135,7 @@ bool Engine::PassAll() {
       continue;
     }
     task.mark.End();
-    task.keepalive.reset();
-    task.state.store(Task::State::kDone, std::memory_order_release);
+    task.End(Task::State::kDone);
     p2p_.erase(p2p_.begin() + static_cast<std::ptrdiff_t>(i));
     moved = true;
   }

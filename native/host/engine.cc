@@ -141,8 +141,8 @@ std::uint64_t Engine::Enter(int shape, std::uint64_t descriptor, bool p2p) {
   return Sign(shape, Mix(descriptor), p2p, unused);
 }
 
-std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv,
-                                     float* residual) {
+std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv, float* residual,
+                                     std::byte* snapshot) {
   contenders_.fetch_add(1, std::memory_order_relaxed);
   std::lock_guard lock(mutex_);
   contenders_.fetch_sub(1, std::memory_order_relaxed);
@@ -153,6 +153,7 @@ std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const 
     return task;
   }
   task->keepalive = shape;
+  task->snapshot = snapshot;
   if (shape->p2p) {
     p2p_.push_back(task);
   } else {
@@ -171,10 +172,7 @@ void Engine::FenceLinks() {
 
 void Engine::DropTasks() {
   FenceLinks();
-  const auto drop = [](const std::shared_ptr<Task>& task) {
-    task->keepalive.reset();
-    task->state.store(Task::State::kFailed, std::memory_order_release);
-  };
+  const auto drop = [](const std::shared_ptr<Task>& task) { task->End(Task::State::kFailed); };
   std::for_each(collectives_.begin(), collectives_.end(), drop);
   std::for_each(p2p_.begin(), p2p_.end(), drop);
   collectives_.clear();

@@ -129,9 +129,10 @@ class Engine {
                               std::uint64_t descriptor, bool p2p, bool skip_empty = false,
                               Format format = Format::kNone);
 
-  // Starts a task. The memory must stay valid until it is finished. `residual`: as Task::Prepare has it.
+  // Starts a task. The memory must stay valid until it is finished. `residual`: as Task::Prepare has it. `snapshot`:
+  // where its result is copied before it is over and a later collective begins, or null.
   std::shared_ptr<Task> Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv,
-                               float* residual = nullptr);
+                               float* residual = nullptr, std::byte* snapshot = nullptr);
 
   // The fast path for a blocking collective: runs it to the end on this thread if nothing else is in flight and its
   // peers are prompt. Otherwise `task` is what was submitted instead, and the outcome kPending.

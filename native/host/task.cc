@@ -300,6 +300,15 @@ bool Task::MoveLocal(BoundStep& s, std::size_t limit) {
   return true;
 }
 
+void Task::End(State how) {
+  if (snapshot != nullptr) {
+    if (how == State::kDone) CopyBytes(snapshot, base_[static_cast<std::size_t>(Buf::kRecv)], bound_.recv_bytes);
+    snapshot = nullptr;
+  }
+  keepalive.reset();
+  state.store(how, std::memory_order_release);
+}
+
 std::string Task::Describe() const {
   std::string out;
   std::size_t complete = 0;

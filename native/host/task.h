@@ -112,6 +112,8 @@ class Task : public Pending {
   bool Pass(Links& links);
 
   bool finished() const { return lanes_left_ == 0; }
+  // It is over: from here on its memory is the user's.
+  void End(State how);
   std::size_t scratch_bytes() const { return bound_.scratch_bytes; }
   bool staged() const { return bound_.staged; }
   std::size_t bytes() const { return std::max(bound_.send_bytes, bound_.recv_bytes); }
@@ -120,6 +122,7 @@ class Task : public Pending {
   bool begun = false;                // it has its scratch
   FlightRecorder::Mark mark;         // of the call
   std::shared_ptr<Shape> keepalive;  // while it is queued
+  std::byte* snapshot = nullptr;     // of a queued one: where its result is copied once it is there, or null
 
   // The steps that wait at the heads of lanes, and sends that go ahead of them: for sleeping, for departed peers and
   // for messages to people.

@@ -264,7 +264,8 @@ void BindRepeated(nb::class_<PyEngine>& engine) {
       .def("knows", &PyEngine::Knows, "kind"_a, "buffer"_a.none(), "peer"_a.none())
       .def("run_messages", &PyEngine::RunMessages, "messages"_a)
       .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a, "residual"_a = 0)
-      .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a, "residual"_a = 0)
+      .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a, "residual"_a = 0,
+           "snapshot"_a = 0)
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a);
 }
 

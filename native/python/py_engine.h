@@ -212,10 +212,10 @@ class PyEngine {
   }
 
   Ticket Submit(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, bool background,
-                std::uintptr_t residual) {
+                std::uintptr_t residual, std::uintptr_t snapshot) {
     nb::gil_scoped_release release;
     Ticket ticket{engine_.Submit(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv),
-                                 reinterpret_cast<float*>(residual))};
+                                 reinterpret_cast<float*>(residual), reinterpret_cast<std::byte*>(snapshot))};
     if (background) engine_.DriveInBackground();
     return ticket;
   }

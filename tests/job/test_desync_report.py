@@ -242,8 +242,8 @@ def networks(draw: st.DrawFn) -> tuple[dict[int, Answer], set[int]]:
     free = {rank for rank in row if rank in awake or not row[rank].waits}
     while True:
         able = {a for a, b, out in steps if b in free or (b, a, not out) in steps or (not out and (b, a) in late)} | {
-            b for a, b, out in steps if not out and (b, a) in late
-        }
+            b for a, b, out in steps if not out and (b, a) in late and a not in awake
+        }  # what comes to one that is awake is for that one alone
         if able <= free:
             break
         free |= able

@@ -44,6 +44,9 @@ class Call:
     """How it travels over slow edges."""
     remembered: bool = True
     """Whether the fast path may take calls that look like it for the same."""
+    snapshot: Buffer | None = None
+    """Of an asynchronous call on host memory: where its result is copied once it is there, before a later call
+    begins."""
 
     @property
     def send_count(self) -> int:

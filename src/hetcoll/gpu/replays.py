@@ -29,12 +29,14 @@ from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
 from ..runtime.checksums import Fold, foldable
 from ..runtime.crosscheck import given, shares
+from ..runtime.executor import Snapshot
 from ..types import COMPLEX, CUT, FLOATS, FROM_ROOT, REDUCING, TO_ROOT, Collective, DType, ReduceOp
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.kernels import table
 from ..work import Work
 from .folds import RECORD, Executor, Folds, Parts
 from .lanes import SideStream
+from .snapshot import GpuSnapshot
 
 log = logging.getLogger("hetcoll")
 
@@ -100,11 +102,22 @@ class Replays:
         handle = self._path.stream(stream, sendbuf=call.send, recvbuf=call.recv)
         self.look()  # which gives memory back
         with self._path.device.active():
-            if async_op:
-                self._side = self._side or SideStream(self._path.device, URGENT)
-                handle = self._side.behind(handle)
+            handle = self._behind(handle) if async_op else handle
             folds = self._folds.once()
             return self._around(call, handle, lambda each: start(each, handle), folds, folds)
+
+    def copied(self, call: Call, stream: object, start: Callable[[object], Work]) -> tuple[Work, Snapshot]:
+        """See `runtime.executor.Replays`."""
+        handle, result = self._path.stream(stream, sendbuf=call.send, recvbuf=call.recv), call.recv or call.send
+        assert result is not None, "it has memory on a GPU"
+        with self._path.device.active():
+            on = self._behind(handle)
+            return start(on), GpuSnapshot(self._path.device, result, on)
+
+    def _behind(self, stream: int) -> int:
+        """The stream of asynchronous calls that are sampled."""
+        self._side = self._side or SideStream(self._path.device, URGENT)
+        return self._side.behind(stream)
 
     def _around(self, call: Call, handle: int, start: Callable[[Call], Work], folds: Folds, once: Folds | None) -> Work:
         rank, size = self._rank, self._size

@@ -13,6 +13,7 @@ import numpy as np
 from ..calls.buffers import Buffer
 from ..errors import CollectiveTimeoutError, DeviceError
 from ..runtime.executor import Snapshot
+from . import streams
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
@@ -47,6 +48,11 @@ class GpuSnapshot(Snapshot):
             pause = min(2 * pause, _PAUSES[1])
         if self._error is not None:
             raise self._error
+
+    def wait_stream(self, stream: object = None) -> None:
+        """What comes on `stream` later begins when the copy is there."""
+        with self._device.active():
+            self._device.wait(streams.handle(stream, self._buffer), self._event)
 
     @property
     def done(self) -> bool:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import HetcollError
 from ..work import Work
+
+if TYPE_CHECKING:
+    from ..calls.buffers import Buffer
+    from .executor import Gpus, Snapshot
 
 log = logging.getLogger("hetcoll")
 
@@ -84,3 +89,28 @@ class Checked(Work):
     def __del__(self) -> None:
         if self._error is not None and not self._raised:
             log.warning("nobody has waited for %s: %s", self._what or "an operation", self._error)
+
+
+class Result:
+    """What an operation leaves in a buffer, for the host to look at."""
+
+    def __init__(self, gpus: Gpus, buffer: Buffer, copied: Snapshot | None = None) -> None:
+        self._gpus, self._buffer, self.copied = gpus, buffer, copied
+
+    @property
+    def copy(self) -> Callable[[object], Work] | None:
+        """`begin`, of a GPU's memory; None of the host's."""
+        return None if self._buffer.device == "cpu" else self.begin
+
+    def begin(self, stream: object) -> Work:
+        """Begin to copy it from its GPU behind what is on `stream` now. Where that has begun elsewhere, what comes on
+        `stream` later waits for it."""
+        if self.copied is None:
+            self.copied = self._gpus.snapshot(self._buffer, stream)
+        else:
+            self.copied.wait_stream(stream)
+        return self.copied
+
+    def read(self) -> Buffer:
+        """On the host, once all is over."""
+        return self._gpus.read(self._buffer) if self.copied is None else self.copied.take()

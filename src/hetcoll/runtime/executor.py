@@ -172,8 +172,12 @@ class Replays(Protocol):
         """Have `start` enqueue `call`, which no graph captures, on the stream it is given, and what checks it around
         it. What comes on `stream` later begins after both, unless `async_op`; the work is over when both are."""
 
+    def copied(self, call: Call, stream: object, start: Callable[[object], Work]) -> tuple[Work, Snapshot]:
+        """Have `start` enqueue an asynchronous call, which no graph captures, on the stream it is given, and behind it
+        a copy of its result, in which the program cannot write."""
+
     def exchange(self, ends: SendRecv, stream: object, start: Callable[[SendRecv], Work]) -> Work:
-        """The same of a message, or two at once."""
+        """The same as `collective` of a message, or two at once."""
 
     def exchange_all(self, messages: Sequence[Message], start: Callable[[Sequence[Message]], None]) -> None:
         """The same of messages that are under way together."""

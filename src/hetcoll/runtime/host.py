@@ -15,7 +15,7 @@ import numpy as np
 import hetcoll._native as _native
 
 from ..calls import RECV, SEND, Call, descriptor
-from ..calls.buffers import read_buffer
+from ..calls.buffers import Buffer, read_buffer
 from ..calls.messages import Message, SendRecv
 from ..errors import ClosedError, HetcollError, InitError
 from ..health.diagnosis import Diagnosis, Kind
@@ -179,7 +179,7 @@ class HostExecutor:
             recv = 0 if call.recv is None else call.recv.ptr
             residual = self._compression.residual(call, shape, float32_zeros) if call.compress else None
             buffers = (call.send, call.recv)
-            work = self._run(shape, send, recv, async_op, seconds, buffers, residual=residual)
+            work = self._run(shape, send, recv, async_op, seconds, buffers, residual=residual, snapshot=call.snapshot)
             return finished(work, finish) if finish else work
         finally:
             if reporter.preparing == thread:
@@ -321,14 +321,15 @@ class HostExecutor:
         *,
         background: bool = True,
         residual: np.ndarray[Any, Any] | None = None,
+        snapshot: Buffer | None = None,
     ) -> Work:
         engine, lost = self._engine, 0 if residual is None else residual.ctypes.data
         if async_op:
-            ticket = engine.submit(shape, send, recv, background, lost)
+            ticket = engine.submit(shape, send, recv, background, lost, 0 if snapshot is None else snapshot.ptr)
             work = Work(
                 self._owner(),
                 ticket,
-                keep if residual is None else (keep, residual),
+                keep if residual is None and snapshot is None else (keep, residual, snapshot),
                 self.reporter.calls.get(threading.get_ident(), ""),
             )
             with self._pending_lock:

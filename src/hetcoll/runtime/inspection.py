@@ -2,8 +2,8 @@
 
 With HETCOLL_CHECK=sampled these are reductions, now and then: the engine says which (``PyEngine::IsDue``), and has all
 others on the fast path. Where all ranks have GPUs these look, as they do at replays, and no host waits. Elsewhere hosts
-look. Of asynchronous calls they tell the input, as ranks may call either way, and do not look at the result: the
-program may write there before anybody looks.
+look. Of an asynchronous call they look at a copy of the result, which the engine or the GPU makes before anything
+later: a program that knows without `Work.wait` that the call is over may write there before anybody looks.
 
 Collectives are `crosscheck`'s. Before each message goes what its sender has to say of it, in the same order: a hash of
 the bytes, and what in them is not finite. Its receiver compares when the message is there. The message comes also where
@@ -35,7 +35,7 @@ from ..errors import ArgumentError, HetcollError
 from ..health.diagnosis import Kind
 from ..health.status_report import call_site
 from ..work import DONE, Work
-from .checked import Checked
+from .checked import Checked, Result
 from .checksums import foldable
 from .crosscheck import CrossCheck, Told, find_odd, hash_of, row_of, said
 from .digest import Digest
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ..health.diagnosis import Diagnosis
     from ..links.wiring import Wiring
     from ..rendezvous.session import Session
-    from .executor import Gpus, Snapshot
+    from .executor import Gpus
     from .host import HostExecutor
 
 log = logging.getLogger("hetcoll")
@@ -106,6 +106,8 @@ class Inspection:
         core, digest, buffer = self._core, self._digest, call.send or call.recv
         check = self._check or (self._sampled if due and foldable(call) else None)
         if check is None and (async_op or digest is None):
+            if self._open:  # some call before was sampled
+                self._look_at_open()
             return core.start(call, async_op, seconds, stream)
         if self._captured(buffer, stream):
             return self._capture(call, async_op, seconds, stream)
@@ -121,11 +123,11 @@ class Inspection:
         with contextlib.nullcontext() if check is None else self._beginning:
             if check is not None:
                 told = check.tell(seen, converts, async_op, seconds)
-                if not async_op:
-                    check.check_input(seen, told)
+                if async_op:
+                    work, result = self._begin(call, seconds, stream, converts)
+                    return self._look_later(seen, result, converts, check, told, work)
+                check.check_input(seen, told)
             work = start()
-        if check is not None and told is not None and async_op:
-            return self._look_later(call, seen, converts, check, told, work)
         seen = self._on_host(call, stream)
         if check is not None and told is not None:
             check.check_result(seen, converts, told)
@@ -161,21 +163,37 @@ class Inspection:
         recv = None if call.recv is None else send if call.recv is call.send else gpus.on_host(call.recv, stream)
         return replace(call, send=send, recv=recv)
 
-    def _look_later(self, call: Call, seen: Call, converts: bool, check: CrossCheck, told: Told, work: Work) -> Work:
+    def _begin(self, call: Call, seconds: float, stream: object, converts: bool) -> tuple[Work, Result | None]:
+        """An asynchronous call that is checked, and what is to be looked at when it is over."""
+        core, buffer = self._core, call.recv or call.send
+        if buffer is None or (self._check is None and (converts or call.recv is None)):
+            return core.start(call, True, seconds, stream), None
+        if self._check is not None:
+            return core.start(call, True, seconds, stream), Result(core.gpus, buffer)
+        if buffer.device == "cpu":
+            data = np.empty(buffer.nbytes, np.uint8)
+            copy = replace(buffer, ptr=int(data.ctypes.data), owner=data)
+            return core.start(replace(call, snapshot=copy), True, seconds, stream), Result(core.gpus, copy)
+        replays = core.gpus.replays(buffer, stream, seconds)
+        work, snapshot = replays.copied(call, stream, lambda on: core.start(call, False, seconds, on))
+        return work, Result(core.gpus, buffer, snapshot)
+
+    def _look_later(
+        self, seen: Call, result: Result | None, converts: bool, check: CrossCheck, told: Told, work: Work
+    ) -> Work:
         """At an asynchronous call that has begun as `work`."""
-        buffer = call.recv or call.send
-        result = None if buffer is None or check is self._sampled else Result(self._core.gpus, buffer)
 
         def look() -> None:
             check.check_input(seen, told)
-            if check is self._sampled:
-                check.pass_over(call, told)
-            elif result is not None:
-                made = result.read()
-                last = replace(seen, send=made) if call.recv is None else replace(seen, recv=made)
-                check.check_result(last, converts, told)
+            if result is None:
+                check.pass_over(seen, told)
+                return
+            made = result.read()
+            last = replace(seen, send=made) if seen.recv is None else replace(seen, recv=made)
+            check.check_result(last, converts, told)
 
-        return self._watch(Checked(work, [told.work], look, result.copy if result is not None else None))
+        beside = [told.work] if result is None or result.copied is None else [told.work, result.copied]
+        return self._watch(Checked(work, beside, look, None if result is None else result.copy))
 
     def exchange(self, ends: SendRecv, async_op: bool, seconds: float, stream: object) -> Work:
         """As `Core.exchange`, with HETCOLL_CHECK=1."""
@@ -340,28 +358,6 @@ class Inspection:
         if (left := len(self._open) + len(self._copies)) and not engine.failed:
             log.warning("HETCOLL_CHECK: %d operations were not over at close(), and are unchecked", left)
         self._open, self._copies = [], []
-
-
-class Result:
-    """What an operation leaves in a buffer, for the host to look at."""
-
-    def __init__(self, gpus: Gpus, buffer: Buffer) -> None:
-        self._gpus, self._buffer = gpus, buffer
-        self._copied: Snapshot | None = None
-
-    @property
-    def copy(self) -> Callable[[object], Work] | None:
-        """`begin`, of a GPU's memory; None of the host's."""
-        return None if self._buffer.device == "cpu" else self.begin
-
-    def begin(self, stream: object) -> Work:
-        """Begin to copy it from its GPU behind what is on `stream` now."""
-        self._copied = self._gpus.snapshot(self._buffer, stream)
-        return self._copied
-
-    def read(self) -> Buffer:
-        """On the host, once all is over."""
-        return self._gpus.read(self._buffer) if self._copied is None else self._copied.take()
 
 
 class Incoming:
