@@ -12,7 +12,20 @@ from unittest import mock
 import numpy as np
 import pytest
 from device_checks import Capture
-from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check, check_few, few_traffic, plain, shared, shared_few
+from expert_calls import (
+    HIDDEN,
+    MOST,
+    PER_RANK,
+    TOPK,
+    Case,
+    check,
+    check_few,
+    check_with,
+    few_traffic,
+    plain,
+    shared,
+    shared_few,
+)
 from gpu_kinds import device_of, has_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,9 +43,9 @@ from hetcoll import (
     PeerLostError,
 )
 from hetcoll.experts import Experts, LowLatencyExperts
-from hetcoll.experts.by_kernels import ByKernels
-from hetcoll.experts.by_windows import ByWindows
+from hetcoll.experts.token_blocks import SeenBlocks
 from hetcoll.experts.token_kernels import TokenKernels
+from hetcoll.experts.window_blocks import WindowBlocks
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.mapped import MappedMemory
 from hetcoll.gpu.pinned import Pinned, PinnedMemory
@@ -77,6 +90,63 @@ def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool,
         ranks.run(on_own, case, dtype, fp8, HIDDEN, form, timeout=SECONDS)
 
     run()
+
+
+def many(comm: hetcoll.Communicator, counts: list[list[int]]) -> None:
+    """More tokens than a kernel has threads, then fewer; behind these lies what came before."""
+    device = device_of(comm) if has_gpu(comm) else None
+    with Experts(comm, PER_RANK * comm.size, HIDDEN, "bfloat16", max(map(max, counts)), TOPK, fp8=True) as experts:
+        for turn, each in enumerate(counts):
+            random = np.random.default_rng(turn)
+            ids = [random.integers(-1, PER_RANK * comm.size, (n, TOPK)).tolist() for n in each]
+            check_with(experts, comm, Case(ids, turn, turn != 1), device)
+        comm.barrier()
+
+
+def test_many_tokens_between_hosts(whole: Start) -> None:
+    whole("nca", **LINKS["hosts"]).run(many, [[300, 140, 9], [0, 17, 300], [1, 0, 2], [260, 300, 300]])
+
+
+def calls_of(comm: hetcoll.Communicator) -> None:
+    """Of the GPU's a host reads ids, which it checks, and counts, and makes no table of them."""
+    device, tokens, k = device_of(comm), 64, 4
+    made: dict[str, list[tuple[Any, ...]]] = {"launch": [], "copy": []}
+
+    def noted(name: str) -> Any:
+        real = getattr(type(device), name)
+
+        def call(self: Any, *given: Any) -> None:
+            made[name].append(given)
+            real(self, *given)
+
+        return mock.patch.object(type(device), name, call)
+
+    with Experts(comm, PER_RANK * comm.size, HIDDEN, "float32", tokens, k) as experts, contextlib.ExitStack() as undo:
+        random = np.random.default_rng(comm.rank)
+        ids = DeviceArray.of(device, random.integers(0, PER_RANK * comm.size, (tokens, k)).astype(np.int32))
+        x, weights = DeviceArray(device, (tokens, HIDDEN)), DeviceArray(device, (tokens, k))
+        experts.dispatch(x, ids)
+        assert blocks_of(experts) is WindowBlocks
+        for name in made:
+            undo.enter_context(noted(name))
+        read = undo.enter_context(mock.patch.object(type(comm._core.gpus), "read", autospec=True,
+                                                    side_effect=type(comm._core.gpus).read))  # fmt: skip
+        received, layout = experts.dispatch(x, ids)
+        assert len(made["launch"]) == 5  # number, pack, tell, place, spread
+        assert sum(call.args[1].nbytes for call in read.call_args_list) == 4 * tokens * k + 4 * PER_RANK
+        experts.combine(received, layout, weights)
+        assert len(made["launch"]) == 8  # tell, weigh, sum
+        assert read.call_count == 2
+        came = layout._route[1].route.came
+        assert (
+            sum(each[2] for each in made["copy"] if each[2] != 4 * tokens * k) <= 2 * 4 * k * sum(came) + 4 * PER_RANK
+        )
+        comm.barrier()
+
+
+@parametrize("kinds", ["nn", "na", "aa"], first=1)
+def test_hosts_make_no_tables_of_gpus_tokens(whole: Start, kinds: str) -> None:
+    whole(kinds, **LINKS["hosts"]).run(calls_of, timeout=SECONDS)
 
 
 def few_on_own(comm: hetcoll.Communicator) -> None:
@@ -149,6 +219,11 @@ class Little(NamedTuple):
     rounds: int
 
 
+def blocks_of(experts: Any) -> type[object]:
+    """How tokens travel."""
+    return type(experts._way._kernels._blocks)
+
+
 def on_little(comm: hetcoll.Communicator, case: Case, little: Little) -> int:
     """Both forms, the low-latency one first. How many bytes came from GPU to GPU."""
     rows = max(map(len, case.ids))
@@ -162,7 +237,7 @@ def on_little(comm: hetcoll.Communicator, case: Case, little: Little) -> int:
         )
         on_own(comm, case, "bfloat16", True, little.hidden, check)
     way, few = (form(comm, "bfloat16", True, little.hidden) for form in (shared, shared_few))
-    assert few._few.direct is isinstance(way._way, ByKernels) is (little.rounds > 0)
+    assert few._few.direct is (blocks_of(way) is SeenBlocks) is (little.rounds > 0)
     if little.rounds > 0:
         each = -(-MOST // little.rounds)
         assert few._few._kernels.rounds == way._way._kernels.rounds == little.rounds
@@ -223,21 +298,21 @@ def layered(comm: hetcoll.Communicator, hidden: int, nbytes: int) -> type[object
         assert wanted.weights is not None
         out, weights = DeviceArray.of(device, wanted.out), DeviceArray.of(device, wanted.weights)
         assert experts.combine(out, layout, weights).get().tobytes() == wanted.result.tobytes()
-    return type(experts._way)
+    return blocks_of(experts)
 
 
 @parametrize(
-    ("kinds", "hidden", "nbytes", "way"),
+    ("kinds", "hidden", "nbytes", "how"),
     [
-        ("nan", 2 * HIDDEN, 0, ByWindows),
-        ("nan", 4 * HIDDEN, 1 << 16, ByKernels),
-        ("nn", HIDDEN, 0, ByKernels),
-        ("aaa", HIDDEN, 0, ByKernels),
+        ("nan", 2 * HIDDEN, 0, WindowBlocks),
+        ("nan", 4 * HIDDEN, 1 << 16, SeenBlocks),
+        ("nn", HIDDEN, 0, SeenBlocks),
+        ("aaa", HIDDEN, 0, SeenBlocks),
     ],
     first=2,
 )
-def test_layouts_stay(whole: Start, kinds: str, hidden: int, nbytes: int, way: type[object]) -> None:
-    assert set(whole(kinds, **LINKS["late"]).run(layered, hidden, nbytes)) == {way}
+def test_layouts_stay(whole: Start, kinds: str, hidden: int, nbytes: int, how: type[object]) -> None:
+    assert set(whole(kinds, **LINKS["late"]).run(layered, hidden, nbytes)) == {how}
 
 
 def many_of_a_token(comm: hetcoll.Communicator, topk: int, mapped: bool) -> None:
@@ -322,12 +397,24 @@ def test_the_order_of_streams(placed: Start, kinds: str) -> None:
     placed(kinds, jitter="1:3000").run(on_streams)
 
 
+def test_the_order_of_streams_between_hosts(whole: Start) -> None:
+    whole("na", **LINKS["hosts"]).run(on_streams)
+
+
 def mistakes(comm: hetcoll.Communicator) -> None:
     device, experts = device_of(comm), shared(comm, "float32", False)
     x, ids = DeviceArray(device, (2, HIDDEN)), DeviceArray.of(device, np.zeros((2, TOPK), np.int32))
     experts.dispatch(x, ids)
     with pytest.raises(BufferTypeError, match=r"x: wanted memory of \w+:\d+, as before, got some of cpu"):
         experts.dispatch(np.ones((2, HIDDEN), np.float32), ids)
+    for form in (shared, shared_few):
+        with pytest.raises(BufferTypeError, match=r"topk_ids: wanted memory of \w+:\d+, where x is, got some of cpu"):
+            form(comm, "float32", False).dispatch(x, ids.get())
+    received, layout = experts.dispatch(x, ids)
+    with pytest.raises(
+        BufferTypeError, match=r"topk_weights: wanted memory of \w+:\d+, where expert_out is, got some of"
+    ):
+        experts.combine(received, layout, np.ones((2, TOPK), np.float32))
     stream = device.stream()
     device.activate()
     with (

@@ -1,4 +1,4 @@
-"""The throughput form among the GPUs of a host: kernels find the routes, the host waits for counts."""
+"""The throughput form on a GPU: kernels find the routes, the host waits for counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..calls.buffers import Buffer, read_buffer
 from ..runtime.results import like
 from .put_rows import Sizes
 from .rows import bytes_of
-from .token_blocks import SeenBlocks
+from .token_blocks import Blocks, Route
 from .token_kernels import Table, TokenKernels
 from .way import Dispatched
 
@@ -23,18 +23,20 @@ if TYPE_CHECKING:
 class ByKernels:
     """See `way.Way`."""
 
-    def __init__(self, comm: Communicator, device: Device, sizes: Sizes, blocks: SeenBlocks) -> None:
-        self._comm, self._sizes = comm, sizes
+    def __init__(self, comm: Communicator, device: Device, sizes: Sizes, blocks: Blocks) -> None:
+        self._comm, self._sizes, self._numbers = comm, sizes, bool(blocks.lists.tell)
         self._kernels = TokenKernels(comm, device, sizes, blocks)
 
     def dispatch(self, call: Dispatched, timeout: float | None) -> tuple[Any, Any, list[int], Any]:
-        own, places = Table.words(self._sizes, self._comm.size)
+        own, places, rows = Table.words(self._sizes, self._comm.size)
         kind, on = call.named.dtype, call.stream or 0
         counts = like(call.like_ids, (self._sizes.experts,))
-        kept = like(call.like_ids, (-(-4 * (own + places + 1) // kind.itemsize),))
+        words = own + places + 1 + (rows if self._numbers else 0)
+        kept = like(call.like_ids, (-(-4 * words // kind.itemsize),))
         memory, numbers = (read_buffer(each, "kept", writable=True) for each in (kept, counts))
         longest = replace(memory, ptr=memory.ptr + 4 * (own + places), count=1, dtype=DType.INT32)
-        table = Table(memory.ptr, memory.ptr + 4 * own, numbers, dense=True, longest=longest.ptr)
+        numbered = {"sent": longest.ptr + 4} if self._numbers else {"longest": longest.ptr}
+        table = Table(memory.ptr, memory.ptr + 4 * own, numbers, dense=True, route=Route([], []), **numbered)
         self._kernels.place(call.source, call.named, len(call.ids), table, call.number, on, timeout)
         here = self._comm._core.gpus.on_host(numbers, on)
         self._comm._core.host.check_usable()  # what ends the wait may be a failure

@@ -91,14 +91,21 @@ class Common:
         check_dtype(weights, "topk_weights", DType.FLOAT32)
         return source, weights
 
-    def _begin(self, source: Buffer, name: str, stream: Any, *, captured: bool = False, why: str = "") -> int | None:
-        """The handle of the stream; None on the host. Raises where a call may not begin here; `captured`: a graph may
-        capture it."""
+    def _begin(
+        self, source: Buffer, name: str, beside: Buffer | None, its: str, stream: Any, *, captured: bool = False,
+        why: str = "",
+    ) -> int | None:  # fmt: skip
+        """The handle of the stream; None on the host. Raises where a call may not begin here, or what belongs to
+        `source` is elsewhere; `captured`: a graph may capture it."""
         self._comm._core.host.check_usable()
         if self._closed:
             raise ClosedError(self._closed)
         if self._place not in ("", source.place):
             raise BufferTypeError(f"{name}: wanted memory of {self._place}, as before, got some of {source.place}")
+        if beside is not None and beside.place != source.place:
+            raise BufferTypeError(
+                f"{its}: wanted memory of {source.place}, where {name} is, got some of {beside.place}"
+            )
         if source.device == "cpu":
             return None
         from ..gpu import streams

@@ -27,7 +27,7 @@ class GpuFew:
         self.direct = seen is not None
         self._kernels = TokenKernels(comm, device, sizes, seen or PutBlocks(comm, device, sizes, timeout))
         self._received = received
-        self._own, self._places = (DeviceArray(device, n, "int32") for n in Table.words(sizes, comm.size))
+        self._own, self._places = (DeviceArray(device, n, "int32") for n in Table.words(sizes, comm.size)[:2])
         self._table = Table(self._own.ptr, self._places.ptr, counts, dense=False)
 
     def dispatch(self, x: Buffer, ids: Buffer, tokens: int, stream: int | None, timeout: float | None) -> None:

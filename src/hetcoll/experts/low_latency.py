@@ -59,12 +59,12 @@ class LowLatencyExperts(Common):
         handle = self._begin(
             source,
             "x",
+            ids,
+            "topk_ids",
             stream,
             captured=few is not None and few.direct,
             why=" at the first dispatch" if few is None else _WHY,
         )
-        if ids.place != source.place:
-            raise BufferTypeError(f"topk_ids: wanted memory of {source.place}, where x is, got some of {ids.place}")
         if (
             self._counts is not None
             and (wanted := read_buffer(self._counts, "counts", writable=True).dtype) != ids.dtype
@@ -94,9 +94,7 @@ class LowLatencyExperts(Common):
         if few is None or layout._number != self._dispatched - 1:
             raise ArgumentError("layout: wanted that of the last dispatch, got another")
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)
-        handle = self._begin(source, "expert_out", stream, captured=few.direct, why=_WHY)
-        if weights is not None and weights.place != source.place:
-            raise BufferTypeError(f"topk_weights: wanted memory of {source.place}, got some of {weights.place}")
+        handle = self._begin(source, "expert_out", weights, "topk_weights", stream, captured=few.direct, why=_WHY)
         result = like(expert_out, (layout._tokens, self.hidden)) if out is None else out
         into = read_buffer(result, "out", writable=True)
         if (into.dtype, into.place, into.count) != (self.dtype, source.place, layout._tokens * self.hidden):

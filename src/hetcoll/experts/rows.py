@@ -1,14 +1,14 @@
-"""Rows of tokens in a rank's memory: packed for the wire, grouped by expert, summed by weights.
+"""Rows of tokens: as they travel, and in the host's memory packed for that, grouped by expert, summed by weights.
 
-A rank offers a window with room for the most tokens that each rank may send to it (`Rows.incoming`). What it sends
-itself is packed behind that, where `offsets` find it like what came: in bytes from the beginning of the window.
+A rank offers a window with room for the most tokens that each rank may send to it. What it sends itself is packed
+behind that, where `offsets` find it like what came: in bytes from the beginning of the window.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from .. import DType
 from ..calls.buffers import Buffer
 from .routing import Column
 
-GROUP = 128  # elements of 8-bit floats with a scale in common; kGroup of rows.h
+GROUP = 128  # elements of 8-bit floats with a scale in common; kGroup of eighths.h
 _LARGEST = np.float32(448)
 _LEAST_TOP = np.float32(2.0**-100)  # kLeastTop
 _CHUNK = 256  # rows that are summed at a time, so that sums stay in a cache
@@ -54,33 +54,6 @@ class Wire(NamedTuple):
         return -(-self.row // _LINE) * _LINE
 
 
-class Rows(Protocol):
-    """What one kind of memory does with rows. `stream` is a GPU's, or None."""
-
-    window: Buffer
-    """What other ranks put into."""
-
-    def settle(self) -> None:
-        """Wait until nothing that was begun before touches the window any more."""
-
-    def pack(self, x: Buffer, tokens: int, stream: int | None) -> Buffer:
-        """Tokens as they travel, `Wire.stride` apart."""
-
-    def unpack(self, offsets: Column, to: Buffer, stream: int | None) -> None:
-        """Tokens out of the window, as an array has them."""
-
-    def weigh(self, source: Buffer, offsets: Column, weights: Floats | None, stream: int | None) -> Buffer:
-        """As `add`, with `offsets` in `source`; packed."""
-
-    def add(self, offsets: Column, to: Buffer, stream: int | None) -> None:
-        """Of each row of `to` the sum of those at `offsets` of the window, where they are 0 or more, in their order."""
-
-    def write(self, to: Buffer, values: np.ndarray[Any, Any], stream: int | None) -> None:
-        """Fill an array, of either memory."""
-
-    def close(self) -> None: ...
-
-
 def bytes_of(buffer: Buffer) -> Bytes:
     """Host memory, without a copy."""
     if buffer.nbytes == 0:
@@ -89,17 +62,15 @@ def bytes_of(buffer: Buffer) -> Bytes:
 
 
 class HostRows:
-    """`Rows` in the host's memory. What is packed stays where it is, beside the window."""
+    """Rows in the host's memory. What is packed stays where it is, beside the window."""
 
     def __init__(self, wire: Wire, most: int) -> None:
         self._wire, self._memory = wire, np.empty(most * wire.stride, np.uint8)
         self._table, self._packed = self._memory.reshape(-1, wire.stride), np.empty((0, wire.stride), np.uint8)
-        self.window = as_bytes(self._memory)
+        self.window = as_bytes(self._memory)  # what other ranks put into
 
-    def settle(self) -> None:
-        """Nothing goes on behind the caller's back."""
-
-    def pack(self, x: Buffer, tokens: int, stream: int | None) -> Buffer:
+    def pack(self, x: Buffer, tokens: int) -> Buffer:
+        """Tokens as they travel, `Wire.stride` apart."""
         wire, rows = self._wire, bytes_of(x).reshape(tokens, self._wire.row)
         if wire.fp8:
             self._packed = np.empty((tokens, wire.stride), np.uint8)
@@ -109,23 +80,23 @@ class HostRows:
             self._packed = rows if wire.row == wire.stride else np.pad(rows, ((0, 0), (0, wire.stride - wire.row)))
         return as_bytes(self._packed)
 
-    def unpack(self, offsets: Column, to: Buffer, stream: int | None) -> None:
+    def unpack(self, offsets: Column, to: Buffer) -> None:
+        """Tokens out of the window, as an array has them."""
         wire, out = self._wire, bytes_of(to).reshape(len(offsets), self._wire.row)
         for at in range(0, len(offsets), _CHUNK):
             rows = self._rows(offsets[at : at + _CHUNK])
             out[at : at + _CHUNK] = narrow(decode(rows, wire.hidden), wire.dtype) if wire.fp8 else rows[:, : wire.row]
 
-    def weigh(self, source: Buffer, offsets: Column, weights: Floats | None, stream: int | None) -> Buffer:
+    def weigh(self, source: Buffer, offsets: Column, weights: Floats) -> Buffer:
+        """As `add`, with `offsets` in `source`; packed."""
         wire, rows = self._wire, bytes_of(source).reshape(-1, self._wire.row)
         self._packed = np.empty((len(offsets), wire.stride), np.uint8)
         sum_rows(wire, lambda at: rows[at // wire.row], offsets, weights, self._packed)
         return as_bytes(self._packed)
 
-    def add(self, offsets: Column, to: Buffer, stream: int | None) -> None:
+    def add(self, offsets: Column, to: Buffer) -> None:
+        """Of each row of `to` the sum of those at `offsets` of the window, where they are 0 or more, in their order."""
         sum_rows(self._wire, self._rows, offsets, None, bytes_of(to).reshape(len(offsets), self._wire.row))
-
-    def write(self, to: Buffer, values: np.ndarray[Any, Any], stream: int | None) -> None:
-        bytes_of(to)[:] = values.view(np.uint8)
 
     def close(self) -> None:
         self._packed = self._packed[:0].copy()

@@ -14,7 +14,7 @@ from .by_windows import ByWindows
 from .common import Common
 from .put_rows import Sizes
 from .routing import check_ids
-from .rows import HostRows, Rows, bytes_of
+from .rows import bytes_of
 from .way import NUMPY, Dispatched, Way
 
 
@@ -56,7 +56,7 @@ class Experts(Common):
         int64, -1 for none. An expert that is named twice gets the token once; what it makes of it counts twice.
 
         Returns the tokens of this rank's experts, an array like `x` of [those, hidden], by expert and then by the rank
-        and row that they are from; and what `combine` needs. `x` lies on the same device in all calls.
+        and row that they are from; and what `combine` needs. `x` and `topk_ids` lie on the same device in all calls.
 
         The host waits until all tokens are there. On a GPU `x` is read after what is on `stream` (by default the
         current one of its library), and the result is written on it.
@@ -65,7 +65,7 @@ class Experts(Common):
         `Window.put`. `CollectiveMismatchError` where another rank is in another call.
         """
         source, named, tokens = self._tokens(x, topk_ids)
-        handle = self._begin(source, "x", stream)
+        handle = self._begin(source, "x", named, "topk_ids", stream)
         here = self._comm._core.gpus.on_host(named, handle)
         assert here is not None, "the stream is not captured"
         ids = bytes_of(here).view(NUMPY[named.dtype]).reshape(tokens, self.topk).astype(np.int64)
@@ -95,7 +95,7 @@ class Experts(Common):
             raise ArgumentError("layout: wanted one of these experts' dispatch, got another")
         shape = (sum(layout.num_tokens_per_expert), self.hidden)
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)
-        handle = self._begin(source, "expert_out", stream)
+        handle = self._begin(source, "expert_out", weights, "topk_weights", stream)
         result = like(expert_out, (layout._tokens, self.hidden))
         into = read_buffer(result, "result", writable=True)
         with self._running():
@@ -113,19 +113,16 @@ class Experts(Common):
         """At the first dispatch, on all ranks together."""
         comm, sizes = self._comm, Sizes(self._wire, self.max_tokens, self.topk, self.num_local_experts)
         kinds = comm._core.meet("the first dispatch()", source.device.encode(), timeout)
-        most = comm.size * self.max_tokens
         if source.device == "cpu":
-            rows: Rows = HostRows(self._wire, most)
-        else:
-            from ..gpu.device_of import device_of
-            from .by_kernels import ByKernels
-            from .on_gpu import GpuRows
-            from .token_blocks import SeenBlocks
+            self._way, self._place = ByWindows(comm, sizes, timeout), source.place
+            return self._way
+        from ..gpu.device_of import device_of
+        from .by_kernels import ByKernels
+        from .token_blocks import Blocks, SeenBlocks
+        from .window_blocks import WindowBlocks
 
-            device = device_of(source)
-            if b"cpu" not in kinds and (seen := SeenBlocks.offer(comm, device, sizes, stream or 0, timeout)):
-                self._way, self._place = ByKernels(comm, device, sizes, seen), source.place
-                return self._way
-            rows = GpuRows(device, self._wire, most)
-        self._way, self._place = ByWindows(comm, sizes, rows, timeout), source.place
+        device = device_of(source)
+        seen: Blocks | None = None if b"cpu" in kinds else SeenBlocks.offer(comm, device, sizes, stream or 0, timeout)
+        blocks = seen or WindowBlocks(comm, device, sizes, timeout)
+        self._way, self._place = ByKernels(comm, device, sizes, blocks), source.place
         return self._way

@@ -2,7 +2,8 @@
 
 On one host a rank offers its tokens, and the others read what is for them (`SeenBlocks`): in a window where GPUs see
 each other's memory, else in the host's, which all have mapped. A small all-reduce before that is the barrier. Elsewhere
-(`PutBlocks`) a rank puts into each other's window what there is for it.
+a rank puts into each other's window what there is for it: of few tokens out of the host's memory by counts that only
+devices know (`PutBlocks`), of many out of the GPU's by counts that hosts have waited for (`window_blocks`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,17 @@ class Lists(NamedTuple):
     weights: list[int]
     parts: list[int]
     came: list[int]
+    rows: list[int]
+    """`from_` of the kernel that reads rows."""
+    tell: list[int]
+    """Where hosts find what each rank is to be told of its tokens: `to` of the kernel that tells. Empty: it is not."""
+
+
+class Route(NamedTuple):
+    """How many tokens of a dispatch go to each rank, and came from each, where hosts hear of it."""
+
+    goes: list[int]
+    came: list[int]
 
 
 class Numbers(NamedTuple):
@@ -55,20 +67,24 @@ class Blocks(Protocol):
 
     lists: Lists
     odd: int
+    packed: int
+    """Bytes from row to row of a block."""
     room: int
     """Tokens of a rank in a block: those of a round."""
-    given: list[int]
+    given: Sequence[int]
     """Where this rank's weights belong."""
     numbers: Numbers | None
     """Where kernels number tokens: what travels has rows for those that go there alone."""
 
-    def late(self, incoming: bool) -> int: ...
+    def late(self, incoming: bool) -> int:
+        """Where a kernel is to say how many bytes go to each rank, of tokens, or of the sums of those that came; 0: it
+        is not asked."""
 
-    def tokens(self, call: int, stream: int, timeout: float | None) -> None: ...
+    def tokens(self, call: int, route: Route, stream: int, timeout: float | None) -> None: ...
 
-    def weights(self, call: int, stream: int, timeout: float | None) -> None: ...
+    def weights(self, call: int, route: Route, stream: int, timeout: float | None) -> None: ...
 
-    def sums(self, call: int, stream: int, timeout: float | None) -> None: ...
+    def sums(self, call: int, route: Route, stream: int, timeout: float | None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -113,11 +129,11 @@ class SeenBlocks:
         far: Sequence[Sequence[int]], host: Mapped | None, stream: int, timeout: float | None,
     ) -> None:  # fmt: skip
         self._comm, self._window, self._host, self._memory = comm, window, host, memory
-        self.odd, self.room = layout.block, layout.room
+        self.odd, self.room, self.packed = layout.block, layout.room, layout.sizes.wire.packed
         me, own = comm.rank, [memory.ptr] if host is None else [memory.ptr, host.at[comm.rank]]
-        self.given = [at + layout.weights for at in own]
+        self.given: Sequence[int] = [at + layout.weights for at in own]
         seen, size = {**window.mapped, me: memory.ptr}, comm.size
-        self.lists = lists = Lists(own + own[:1] * (size - len(own)), [], [], [], [], [])
+        self.lists = lists = Lists(own + own[:1] * (size - len(own)), [], [], [], [], [], [], [])
         for rank in range(size):
             away = rank in far[me]
             assert host is not None or not away
@@ -125,12 +141,13 @@ class SeenBlocks:
             mine, reader = (far[rank].index(me), far[me].index(rank)) if away else (me, rank)
             lists.via.append(int(away))
             lists.from_.append(theirs)
+            lists.rows.append(theirs)
             lists.weights.append(theirs + layout.weights)
             lists.parts.append(own[away] + layout.parts(reader))
             lists.came.append(theirs + layout.parts(mine))
         self._words = DeviceArray.of(device, np.zeros(_CALLS, np.int32))
         for call in range(_CALLS):  # no call draws a plan, which no graph could capture
-            self._barrier(call, stream, timeout)
+            self._barrier(call, Route([], []), stream, timeout)
 
     @classmethod
     def offer(
@@ -161,7 +178,7 @@ class SeenBlocks:
                 return None
         return cls(comm, device, layout, memory, window, all_far, host, stream, timeout)
 
-    def _barrier(self, call: int, stream: int, timeout: float | None) -> None:
+    def _barrier(self, call: int, route: Route, stream: int, timeout: float | None) -> None:
         """What comes on the stream later is after what all ranks had on theirs. It has as many words as the number of
         the call says: so ranks that are in different calls hear of it as those of different all-reduces do."""
         self._comm.allreduce(self._words.buffer(0, 1 + call % _CALLS), stream=stream, timeout=timeout)
@@ -185,6 +202,7 @@ class PutBlocks:
 
     def __init__(self, comm: Communicator, device: Device, sizes: Sizes, timeout: float | None) -> None:
         self._comm, self._sizes, self.room, size, me = comm, sizes, sizes.most, comm.size, comm.rank
+        self.packed = sizes.wire.packed
         self._words = DeviceArray.of(device, np.zeros(1, np.int32))
         comm.allreduce(self._words, timeout=timeout)  # the first call sets up what calls on GPUs need
         places = self._places = Places(sizes, size)
@@ -196,7 +214,8 @@ class PutBlocks:
         numbers = self._numbers = [DeviceArray.of(device, np.zeros(size * sizes.most, np.uint32)) for _ in range(2)]
         self.numbers: Numbers | None = Numbers(*(each.ptr for each in numbers))
         self._own, self._factors = (DeviceArray(device, n * sizes.ids, "uint8") for n in (1, size))
-        self.odd, self.given = places.odd, [self._own.ptr]
+        self.odd = places.odd
+        self.given: Sequence[int] = [self._own.ptr]
 
         def at(first: Callable[[int], int], goes: bool) -> list[int]:
             """What goes to this rank itself does not travel."""
@@ -206,6 +225,8 @@ class PutBlocks:
             to=at(places.block, True),
             via=list(range(size)),
             from_=at(places.block, False),
+            rows=at(places.block, False),
+            tell=[],
             weights=[self._factors.ptr + rank * sizes.ids for rank in range(size)],
             parts=at(places.sums, True),
             came=at(places.sums, False),
@@ -222,20 +243,19 @@ class PutBlocks:
         return found
 
     def late(self, incoming: bool) -> int:
-        """Where a kernel says how many bytes go to each rank: of the tokens of this dispatch, or of the sums."""
         return self._memory.at + self._late + 8 * self._comm.size * (2 if incoming else self._arrivals.turn)
 
-    def tokens(self, call: int, stream: int, timeout: float | None) -> None:
+    def tokens(self, call: int, route: Route, stream: int, timeout: float | None) -> None:
         turn = self._arrivals.turn
         self._arrivals.dispatches += 1
         self._put(lambda rank: self._places.block(rank, turn), self._sizes.block, turn, stream)
         self._comm.allreduce(self._words, stream=stream, timeout=timeout)
         self._wait("dispatch", stream, timeout)
 
-    def weights(self, call: int, stream: int, timeout: float | None) -> None:
+    def weights(self, call: int, route: Route, stream: int, timeout: float | None) -> None:
         self._comm.allgather(self._own, self._factors, stream=stream, timeout=timeout)
 
-    def sums(self, call: int, stream: int, timeout: float | None) -> None:
+    def sums(self, call: int, route: Route, stream: int, timeout: float | None) -> None:
         self._put(self._places.sums, self._sizes.rows, 2, stream)
         self._wait("combine", stream, timeout)
 

@@ -9,10 +9,10 @@ import numpy as np
 from .. import Communicator
 from ..calls.buffers import Buffer
 from ..gpu.array import DeviceArray
-from ..vendors.devices.kernels.source import NUMBER_TOKENS, PLACE_TOKENS, tokens_names
+from ..vendors.devices.kernels.source import NUMBER_TOKENS, PLACE_TOKENS, TELL_TOKENS, tokens_names
 from ..vendors.devices.kernels.table import Tokens
 from .put_rows import Sizes
-from .token_blocks import Blocks, Lists
+from .token_blocks import Blocks, Lists, Route
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
@@ -29,12 +29,14 @@ class Table(NamedTuple):
     counts: Buffer
     dense: bool
     longest: int = 0
+    sent: int = 0  # 0: that of the blocks
+    route: Route = Route([], [])
 
     @classmethod
-    def words(cls, sizes: Sizes, ranks: int) -> tuple[int, int]:
-        """Of 32 bits each: how many there are of `own` and of `places`."""
+    def words(cls, sizes: Sizes, ranks: int) -> tuple[int, int, int]:
+        """Of 32 bits each: how many there are of `own`, of `places` and of `sent`."""
         own = sizes.most * sizes.topk
-        return own, own * ranks
+        return own, own * ranks, sizes.most * ranks
 
 
 class TokenKernels:
@@ -43,21 +45,25 @@ class TokenKernels:
     def __init__(self, comm: Communicator, device: Device, sizes: Sizes, blocks: Blocks) -> None:
         self._device, self._sizes, self._blocks = device, sizes, blocks
         table, size, wire = device.kernels(), comm.size, sizes.wire
-        self._place, self._number = table.function(PLACE_TOKENS), table.function(NUMBER_TOKENS)
+        self._place, self._number, self._tell = map(table.function, (PLACE_TOKENS, NUMBER_TOKENS, TELL_TOKENS))
         self._pack, self._spread, self._weigh, self._sum = map(table.function, tokens_names(wire.dtype))
         self.rounds = -(-sizes.most // blocks.room)
         """Those of a call in which some rank has as many tokens as it may."""
         self._rows = size * blocks.room
-        self._lists = DeviceArray.of(device, np.array(blocks.lists, np.int64))
+        self._tells = bool(blocks.lists.tell)
+        lists = [each or [0] * size for each in blocks.lists]
+        self._lists = DeviceArray.of(device, np.array(lists, np.int64))
         self._state = DeviceArray.of(device, np.zeros(2, np.uint32))
         self._ones = DeviceArray.of(device, np.ones(sizes.most * sizes.topk, np.float32))
-        sent, taken = blocks.numbers or (0, 0)
+        self._sent, taken = blocks.numbers or (0, 0)
+        at = {name: self._lists.ptr + 8 * size * i for i, name in enumerate(Lists._fields)}
+        self._rows_of, self._told = at.pop("rows"), at.pop("tell")
         self._common = {
-            "state": self._state.ptr, "odd": blocks.odd, "packed": wire.packed, "stride": wire.stride, "sent": sent,
+            "state": self._state.ptr, "odd": blocks.odd, "packed": blocks.packed, "stride": wire.stride,
             "taken": taken, "hidden": wire.hidden, "most": sizes.most, "columns": sizes.topk, "size": size,
             "rank": comm.rank,
             "experts": sizes.experts, "fp8": int(wire.fp8), "blocks": 1 + max(blocks.lists.via), "room": blocks.room,
-            **{name: self._lists.ptr + 8 * size * i for i, name in enumerate(Lists._fields)},
+            **at,
         }  # fmt: skip
         self._last: int | None = None
         self._done = device.event()
@@ -79,7 +85,7 @@ class TokenKernels:
         for first in self._firsts(rounds):
             if first > 0:
                 self._offer(x, ids, tokens, first, table, call, stream, timeout)
-            words = {"received": received.ptr, "first": first}
+            words = {"received": received.ptr, "first": first, "from_": self._rows_of}
             self._run(self._spread, self._some(self._rows), _THREADS, stream, table, words)
         self._end(stream)
 
@@ -92,13 +98,21 @@ class TokenKernels:
         rows = min(tokens - first, self._blocks.room)
         self._count(stream, table, words)
         self._run(self._pack, max(1, rows), _THREADS, stream, table, words)
-        self._blocks.tokens(2 * call, stream, timeout)
+        self._say(tokens, 0, table, stream)
+        self._blocks.tokens(2 * call, table.route, stream, timeout)
 
     def _count(self, stream: int, table: Table, words: dict[str, int]) -> None:
         """Number the rows that travel, where those alone do."""
-        if self._blocks.numbers is not None:
-            late = self._blocks.late(words.get("incoming", 0) == 1)
+        if late := self._blocks.late(words.get("incoming", 0) == 1):
             self._run(self._number, self._common["size"], _NUMBERING, stream, table, {**words, "late": late})
+
+    def _say(self, tokens: int, weights: int, table: Table, stream: int) -> None:
+        """The host is told what it tells the others of these tokens: ids, or their weights."""
+        if self._tells:
+            words = {"tokens": tokens, "x": weights, "to": self._told}
+            self._run(
+                self._tell, self._some(-(-self._common["size"] * tokens // _THREADS)), _THREADS, stream, table, words
+            )
 
     def combine(
         self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, table: Table, call: int, rounds: int,
@@ -110,11 +124,12 @@ class TokenKernels:
         if given.nbytes:
             for at in self._blocks.given:
                 self._device.copy(at, given.ptr, given.nbytes, stream)
-        self._blocks.weights(2 * call + 1, stream, timeout)
+        self._say(tokens, given.ptr, table, stream)
+        self._blocks.weights(2 * call + 1, table.route, stream, timeout)
         for first in self._firsts(rounds):
             words = {"tokens": tokens, "received": made.ptr, "result": to.ptr, "first": first}
             self._run(self._weigh, self._some(self._rows), _THREADS, stream, table, words)
-            self._blocks.sums(2 * call + 1, stream, timeout)
+            self._blocks.sums(2 * call + 1, table.route, stream, timeout)
             self._run(self._sum, self._some(min(tokens - first, self._blocks.room)), _THREADS, stream, table, words)
         self._end(stream)
 
@@ -137,9 +152,9 @@ class TokenKernels:
     def _run(self, function: int, blocks: int, threads: int, stream: int, table: Table, words: dict[str, int]) -> None:
         found = {
             "own": table.own, "places": table.places, "counts": table.counts.ptr, "dense": int(table.dense),
-            "longest": table.longest, "id_bytes": table.counts.dtype.itemsize,
+            "longest": table.longest, "sent": table.sent or self._sent, "id_bytes": table.counts.dtype.itemsize,
         }  # fmt: skip
-        self._device.launch(function, blocks, threads, [bytes(Tokens(**self._common, **found, **words))], stream)
+        self._device.launch(function, blocks, threads, [bytes(Tokens(**{**self._common, **found, **words}))], stream)
 
     def _follow(self, stream: int) -> None:
         """Calls on several streams are one after another, too; a graph's are as the graph has them."""

@@ -15,10 +15,9 @@ Kernels (native signatures stand in ``*.h`` beside this file; counts are element
     Signals and waits as kernels of one thread (``signals.h``).
 ``messages(Messages)``
     All small messages of a call among the GPUs of one host, each way with any ranks (``messages.h``).
-``gather_rows(Rows)``, ``combine_rows_<dtype>(Rows)``, ``encode_rows_<dtype>(Rows)``, ``decode_rows_<dtype>(Rows)``
-    Rows of tokens (``rows.h``): copied; summed by weights; as 8-bit floats with a scale for 128 elements; back.
-``place_tokens(Tokens)``, ``number_tokens``, ``pack_tokens_<dtype>``, ``spread_...``, ``weigh_...``, ``sum_...``
-    The same of few tokens, whose counts no host knows (``tokens.h``).
+``place_tokens(Tokens)``, ``number_tokens``, ``tell_tokens``, ``pack_tokens_<dtype>``, ``spread_...``, ``weigh_...``,
+``sum_...``
+    Tokens of a mixture of experts (``tokens.h``): where they belong; what travels; their weighted sums.
 ``convert_<dtype>_<dtype>(dst, src, count)``, ``common_<dtype>(dst, src, count)``
     8-bit floats of OCP's kind and AMD's older one: to the other kind, or to what both hold (``convert.h``). dst may be
     src.

@@ -80,17 +80,6 @@ struct Pieces {
 };
 static_assert(sizeof(Pieces) == 24 * kPieces + 8, "native/gpu/copier.cc has the same layout");
 
-// What the kernels of rows take (rows.h).
-struct Rows {
-  char* to;  // row r at r * to_stride
-  const char* from;
-  const long long* offsets;                    // bytes behind `from`, `columns` for each row; below 0: none
-  const float* weights;                        // as many; null: each is 1
-  unsigned long long rows, hidden, to_stride;  // hidden: elements of a row
-  unsigned columns, itemsize;
-};
-static_assert(sizeof(Rows) == 64, "hetcoll/vendors/devices/kernels/table.py has the same layout");
-
 // What the kernels of tokens take (tokens.h). A rank sends each other one, or offers to several, a block: the ids of
 // `most` tokens, as 32 bits, how many tokens it has, and rows of `room` of them from `first` on behind that. Lists are
 // in this device's memory, by rank but for `to`. `parts` and `came` have room for two rounds of rows, where there are

@@ -20,13 +20,11 @@ _WORDS = {
     4: "unsigned",
     8: "hetcoll::U64",
 }  # by bytes: what is copied at least
-ROWS, GATHER_ROWS = "rows", "gather_rows"
-TOKENS, PLACE_TOKENS, NUMBER_TOKENS = "tokens", "place_tokens", "number_tokens"
+TOKENS, PLACE_TOKENS, NUMBER_TOKENS, TELL_TOKENS = "tokens", "place_tokens", "number_tokens", "tell_tokens"
 _EXCHANGE, _CODECS, _CHECKS = "_exchange", "_codecs", "_checks"  # modules of their own, as few programs need them
 _CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _CODINGS = ("round", "encode", "decode", "add")
 _SIGNAL_KERNELS = ("bump", "await")
-_ROWS_DO = ("combine", "encode", "decode")
 _TOKENS_DO = ("pack", "spread", "weigh", "sum")
 
 
@@ -70,13 +68,6 @@ def convert_name(source: DType, target: DType) -> str:
 def codec_names(dtype: DType, form: Format) -> tuple[str, ...]:
     """The kernels that round to a format, encode, decode, and add what they decode."""
     return tuple(f"{what}_{dtype.label}_{form.label}" for what in _CODINGS)
-
-
-def rows_names(dtype: DType) -> tuple[str, ...]:
-    """The kernels that sum rows of tokens, and make them 8-bit floats and back."""
-    if dtype not in _CODED:
-        raise ArgumentError(f"wanted {', '.join(each.label for each in _CODED)}, got {dtype.label}")
-    return tuple(f"{what}_rows_{dtype.label}" for what in _ROWS_DO)
 
 
 def tokens_names(dtype: DType) -> tuple[str, ...]:
@@ -124,8 +115,9 @@ def modules() -> dict[str, tuple[str, ...]]:
         PIECES: (PIECES, PIECES_OF_TABLE),
         GATHER: tuple(f"{GATHER}_{nbytes}" for nbytes in _WORDS),
     }
-    table[ROWS] = (GATHER_ROWS, *(name for dtype in _CODED for name in rows_names(dtype)))
-    table[TOKENS] = (PLACE_TOKENS, NUMBER_TOKENS, *(name for dtype in _CODED for name in tokens_names(dtype)))
+    table[TOKENS] = (
+        PLACE_TOKENS, NUMBER_TOKENS, TELL_TOKENS, *(name for dtype in _CODED for name in tokens_names(dtype))
+    )  # fmt: skip
     for dtype in DType:
         names = [name(dtype, op) for op in reductions(dtype) for name in (reduce_name, oneshot_name)]
         if supports(dtype, ReduceOp.AVG):
@@ -150,7 +142,7 @@ _INCLUDE = re.compile(r'#include "(.*)"\n')
 
 def source(module: str) -> str:
     """One module's whole source: no compiler needs a path to our headers."""
-    if module in (SIGNALS, MESSAGES, PIECES, ROWS, TOKENS):
+    if module in (SIGNALS, MESSAGES, PIECES, TOKENS):
         return _expand(f"devices/kernels/{module}.h", set())
     if module == FLOAT8:
         lines = [_expand("devices/kernels/float8.h", set()), f'#line 1 "{module}"\n']

@@ -1,4 +1,4 @@
-// A row as the weighted sum of others, in float32 from 0 on: rows.h, tokens.h.
+// A row as the weighted sum of others, in float32 from 0 on: tokens.h.
 #pragma once
 
 #include "devices/kernels/reduce.h"

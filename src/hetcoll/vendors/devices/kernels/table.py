@@ -100,22 +100,6 @@ class Messages(ctypes.Structure):
     )
 
 
-class Rows(ctypes.Structure):
-    """The argument of the kernels of rows: ``arguments.h`` says what each field is."""
-
-    _fields_ = (
-        ("to", ctypes.c_uint64),
-        ("from_", ctypes.c_uint64),
-        ("offsets", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("hidden", ctypes.c_uint64),
-        ("to_stride", ctypes.c_uint64),
-        ("columns", ctypes.c_uint32),
-        ("itemsize", ctypes.c_uint32),
-    )
-
-
 class Tokens(ctypes.Structure):
     """The argument of the kernels that carry tokens: ``arguments.h`` says what each field is."""
 

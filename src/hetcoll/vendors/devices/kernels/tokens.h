@@ -107,6 +107,24 @@ HETCOLL_DEVICE void NumberTokens(const Tokens& a) {
   SystemFence();
 }
 
+// For each rank the ids of the tokens that go there, one behind the other as they are numbered; or, of `x`, weights.
+HETCOLL_DEVICE void TellTokens(const Tokens& a) {
+  for (U64 i = ThreadIndex(); i < U64{a.size} * a.tokens; i += ThreadCount()) {
+    const U64 rank = i / a.tokens, first = i % a.tokens * a.columns;
+    bool goes = false;
+    for (unsigned j = 0; j < a.columns; ++j) {
+      const int id = a.own[first + j];
+      goes |= id >= 0 && static_cast<unsigned>(id) / a.experts == rank;
+    }
+    if (!goes) continue;
+    char* to = a.to[rank] + U64{4} * a.sent[rank * a.most + i % a.tokens] * a.columns;
+    for (unsigned j = 0; j < a.columns; ++j) {
+      Store<4>(to + 4 * j, a.x == nullptr ? a.own[first + j] : Load<int, 4>(a.x + 4 * (first + j)));
+    }
+  }
+  SystemFence();  // it is the host's memory
+}
+
 constexpr unsigned kIds = 8;  // that a thread reads at a time: each is a way to a peer's memory and back
 
 struct Ids {
@@ -295,6 +313,8 @@ HETCOLL_KERNEL place_tokens(HETCOLL_CONSTANT hetcoll::Tokens arguments) { hetcol
 HETCOLL_ENTRY(place_tokens)
 HETCOLL_KERNEL number_tokens(HETCOLL_CONSTANT hetcoll::Tokens arguments) { hetcoll::NumberTokens(arguments); }
 HETCOLL_ENTRY(number_tokens)
+HETCOLL_KERNEL tell_tokens(HETCOLL_CONSTANT hetcoll::Tokens arguments) { hetcoll::TellTokens(arguments); }
+HETCOLL_ENTRY(tell_tokens)
 
 #define HETCOLL_TOKENS(dtype)                                                        \
   HETCOLL_KERNEL pack_tokens_##dtype(HETCOLL_CONSTANT hetcoll::Tokens arguments) {   \
