@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,7 +131,7 @@ def _begin(comm: hetcoll.Communicator, case: Case, async_op: bool) -> Callable[[
         for fence in fences:
             fence.check()
         _check(case, comm, inputs, want, send, recv)
-        return b"" if want is None else hashlib.blake2b(recv.tobytes(), digest_size=8).digest()
+        return b"" if want is None else zlib.crc32(recv.view(np.uint8)).to_bytes(4)
 
     return end
 

@@ -60,8 +60,15 @@ def make_input(case: Case, rank: int, size: int) -> Array:
     return make_values(case, input_count(case, rank, size), rank, size)
 
 
+_REPEATS = 65521  # a prime: a chunk that comes from the wrong place has other values
+_BLOCK = 1 << 15  # elements that are reduced at a time: what is in between stays in the processor's cache
+
+
 def make_values(case: Case, count: int, rank: int, size: int) -> Array:
-    """`count` elements; with `case.exact` such that their reduction over `size` ranks is exact in their type."""
+    """`count` elements; with `case.exact` such that their reduction over `size` ranks is exact in their type. Long
+    arrays repeat themselves: random numbers took most of the time."""
+    if count > _REPEATS:
+        return np.resize(make_values(case, _REPEATS, rank, size), count)
     dtype, op = numpy_type(case.dtype), case.op
     random = np.random.default_rng([case.seed, rank, zlib.crc32(f"{case.collective} {case.dtype} {op}".encode())])
     if dtype == np.bool_:
@@ -111,13 +118,20 @@ def alltoallv_counts(case: Case, size: int) -> list[list[int]]:
 
 def reduced(op: str, parts: Sequence[Array]) -> Array:
     """All parts in one, in their type. AVG of whole numbers truncates; bool has NumPy's meaning."""
+    begins = range(0, len(parts[0]), _BLOCK)
+    if len(begins) < 2:
+        return _reduced(op, parts)
+    return np.concatenate([_reduced(op, [part[at : at + _BLOCK] for part in parts]) for at in begins])
+
+
+def _reduced(op: str, parts: Sequence[Array]) -> Array:
     dtype = parts[0].dtype
     if dtype == np.bool_:
         op = _OF_BOOL.get(op, op)
     if op in LOGICAL:
         truth = np.array([part != 0 for part in parts])
-        of_all = {"land": truth.all(0), "lor": truth.any(0), "lxor": truth.sum(0) % 2 == 1}
-        return of_all[op].astype(dtype)
+        whole: Array = {"land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor}[op].reduce(truth)
+        return whole.astype(dtype)
     if dtype.kind not in "iub":
         parts = [part.astype(np.complex128 if dtype.kind == "c" else np.float64) for part in parts]
     total: Array = reduce(_BINARY[op], parts)
