@@ -16,6 +16,7 @@ SMALL, LARGE = 256, 1024
 
 @pytest.mark.calm
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_a_rank_takes_does_not_grow_with_their_number(tmp_path: Path) -> None:
     """All know all, or the ranks themselves say so. What a bound allows beyond a tree's next level is far from what a
     rank costs that each other one is told of."""
