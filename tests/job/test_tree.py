@@ -245,8 +245,8 @@ def test_a_relay_that_ends_in_order_costs_nobody_anything(job: Job) -> None:
         assert not [event for event in each.seen if isinstance(event, Lost)]
 
 
-def test_who_leaves_a_relay_that_is_slow_is_not_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The relay sees that connection end before the store hears where its child is now."""
+def test_who_leaves_a_relay_that_is_slow_is_missing_and_not_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay sees that connection break before the store hears where its child is now; which may be elsewhere."""
     held = job.a_relay().client._relay
     assert held is not None
     (address,) = held._entry.addresses
@@ -266,6 +266,7 @@ def test_who_leaves_a_relay_that_is_slow_is_not_lost(job: Job, monkeypatch: pyte
     monkeypatch.setattr(way, "_come", come_late)
     monkeypatch.setattr(way, "_read", hear_nothing)  # the next time: a beat of the relay ends this one
     wait_until(lambda: len(held._children) < children, 30)
+    wait_until(lambda: way._token in job.store._tree._missing)
     other.client.put(b"key", b"through the same relay, behind what it has to say")
     go_on.set()
     answers, _ = job.ranks[0].client.query(WORLD, b"?", 30)

@@ -26,7 +26,7 @@ KINDS = {
 """What is done to a job, and how often. In a `stall` the network is cut for less than any timeout; a `cut` lasts. In a
 `mismatch` one rank calls something else than the others, or it is too `late` for a call. In a `stop` the first
 successor is stopped, or cut off from all but rank 0, and that dies or leaves. In an `away` rank 0 is stopped, perhaps
-with another one, or cut off as well, and others go on without it, of which some leave or die."""
+with some others, or cut off as well, and the rest go on without it, of which some leave or die."""
 
 ROUGH = {"away", "cut", "stop", "storm"}
 """In these some may be lost to whom nothing was done, or be told nothing in time."""
@@ -165,7 +165,8 @@ def _draw_faults(rng: random.Random, kind: str, size: int, machines: list[str]) 
         return [Fault(when(), "leave", rng.randrange(size)) for _ in some(2)]
     if kind == "away":
         at, seconds = rng.uniform(0, 3), rng.choice([rng.uniform(5, 15), rng.uniform(15, 60), 0.0])
-        some_faults = [Fault(at, "freeze", rank, seconds) for rank in {0, rng.choice([0, rng.randrange(size)])}]
+        with_it = {rng.randrange(size) for _ in range(rng.randint(0, size // 2))}
+        some_faults = [Fault(at, "freeze", rank, seconds) for rank in sorted({0} | with_it)]
         if rng.random() < 0.5:
             some_faults.append(Fault(at, "cut", 0, rng.uniform(5, 60), (machines[0],)))
         some_faults += [Fault(at + rng.uniform(0, 15), "reset") for _ in some(2 * size + 2)]

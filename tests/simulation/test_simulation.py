@@ -12,6 +12,11 @@ from .lanes import Result, campaign
 SEEDS = 3000
 PARTS = 30
 FOUND = {
+    "away": (
+        *(94000056, 94000095),  # rank 0 woke and took some for dead that had gone elsewhere
+        94002785,  # who was behind a relay that was stopped as well had gone, and the relay did not say so
+        94001369,  # nothing was heard of one for no more than 9 s: it found the next store so soon
+    ),
     "cut": (
         *(69, 273),  # a store that gave up told its own rank to go on alone
         *(26, 293),  # newcomers made a majority, or were not counted among the others

@@ -240,9 +240,6 @@ class Relay:
             raise ConnectionResetError(ENDED)
         assert self._up is not None
         for frame in child.reader.feed(data or b""):
-            if frame.op == Op.GONE:
-                self._lose(child, b"")
-                return
             up = extend_up(child.child, frame.body) if frame.op == Op.UP else pack_up(child.child, frame)
             self._up.send(Op.UP, up)
 

@@ -332,7 +332,7 @@ class Uplink:
         deadline = time.monotonic() + (_FAREWELL if self.closing else time_to_return(error))
         while True:
             with self._lock:  # nobody sends to a descriptor that is another's by then
-                self._take_leave()
+                close_hard(self.sock)  # to a relay, which may live, the end of the stream would be this process's death
             try:
                 place = self._come(deadline, again=True)
                 with self._lock:
@@ -346,13 +346,6 @@ class Uplink:
                 log.debug("that way broke, too: %s", spell_error(failure))
             else:
                 return not self._over
-
-    def _take_leave(self) -> None:
-        """Tell the relay, which may live, that who goes elsewhere has not died."""
-        if self._behind and not self._left:
-            with contextlib.suppress(OSError):
-                self.sock.send(header(Op.GONE, b""), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        close_hard(self.sock)
 
     def _read(self) -> bytes | None:
         poll = select.poll()

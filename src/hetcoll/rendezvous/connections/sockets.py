@@ -63,9 +63,10 @@ def broke(error: Exception) -> bool:
 
 def silent_for(sock: socket.socket) -> float:
     """Seconds since the peer's host acknowledged something, if these are more than where both live, who hear of each
-    other every _KEEP_ALIVE seconds; else 0. The end of a connection acknowledges nothing."""
+    other every _KEEP_ALIVE seconds; else 0. The end of a connection acknowledges nothing. It has to be less than the 8
+    seconds after which a member that lost its connection to a store that is stopped may be with another one."""
     seconds = _silence(sock)
-    return seconds if seconds > 2 * _KEEP_ALIVE else 0.0
+    return seconds if seconds > _KEEP_ALIVE + 1.0 else 0.0
 
 
 def until_vanished(sock: socket.socket) -> float:

@@ -46,8 +46,8 @@ class Op(IntEnum):
     ENTER = 12  # the first frame: see `uplink.Entry` -> WELCOME or GO
     ACK = 13  # how many frames have come, u64; both ways
     SYNC = 14  # the same, after the way has changed -> SYNCED
-    GONE = 15  # of a relay: its child is gone, and why (AGAIN: its connection broke); to a relay: it goes elsewhere;
-    # from a relay: it ends, since the store's host fell silent
+    GONE = 15  # of a relay: its child is gone, and why (AGAIN: its connection broke); from a relay: it ends, since the
+    # store's host fell silent
     UP = 16  # of a relay: see `routes`
     AGREE = 17  # group, number, flag i64, seconds -> the bits that the flags of all have who are alive
     GROW = 18  # group, number, how many newcomers, what they are told, seconds -> the new group, rank, size, that

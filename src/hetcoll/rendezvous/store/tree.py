@@ -37,6 +37,7 @@ MAX_WAITING = 48  # who wait at the store for a relay; more are to come again
 _GRANTED = 10.0  # seconds that a place is kept for who was sent there
 _PATIENCE = 1.0  # seconds that some wait until another relay is asked for
 _LOOKS_EVERY = 1.0  # seconds: for relays that say nothing
+_AWAY = 6.0  # seconds in which nobody who lost this store is with another one: see `silent_for`
 
 assert _TRIES * RELAY_SECONDS < RETURN, "who lost its relay, and is sent to others that are stopped, is lost"
 
@@ -106,7 +107,7 @@ class Tree:
 
     def _leave_silent(self, now: float) -> None:
         """Relays that are stopped, as those behind them do, who count as elsewhere until they are back."""
-        if now > self._looked + SILENCE:
+        if now > self._looked + _AWAY:
             self._late_until = now + SILENCE
         late = now > self._looked + 2 * _LOOKS_EVERY  # what they said may be unread
         for relay in self._relays:
@@ -285,7 +286,7 @@ class Tree:
 
     def _is_late(self, now: float) -> bool:
         """Whether what relays say may have come while this process was stopped."""
-        return now > self._looked + SILENCE or now < self._late_until
+        return now > self._looked + _AWAY or now < self._late_until
 
     def _lose(self, node: Node, reason: str, *, silent: bool = False) -> None:
         """It has ended; in order where there is no reason."""
