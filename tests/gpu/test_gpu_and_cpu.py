@@ -101,9 +101,10 @@ def exchange(comm: hetcoll.Communicator) -> None:
     size, rank = comm.size, comm.rank
     right, left = (rank + 1) % size, (rank - 1) % size
     for count in (1, 3_000_003):
-        mine, got = Own(comm, np.arange(count, dtype=np.int32) + rank), Own(comm, np.zeros(count, np.int32))
+        values = np.arange(count, dtype=np.int32)
+        mine, got = Own(comm, values + rank), Own(comm, np.zeros(count, np.int32))
         comm.sendrecv(mine.array, right, got.array, left).wait(60)
-        assert (got.get() == np.arange(count) + left).all()
+        assert (got.get() == values + left).all()
         counts = [3 + (rank + peer) % 2 for peer in range(size)]
         parts, taken = (Own(comm, np.full(sum(counts), value, np.int32)) for value in (rank, -1))
         comm.alltoall(parts.array, taken.array, sendcounts=counts, recvcounts=counts).wait(60)
@@ -112,12 +113,12 @@ def exchange(comm: hetcoll.Communicator) -> None:
             comm.send(mine.array, left)
             comm.recv(got.array, right)
         comm.barrier()
-        assert (got.get() == np.arange(count) + right).all()
+        assert (got.get() == values + right).all()
         if rank == 0:
             comm.send(mine.array, size - 1).wait(60)
         elif rank == size - 1:
             comm.recv(got.array, 0).wait(60)
-            assert (got.get() == np.arange(count)).all()
+            assert (got.get() == values).all()
 
 
 def test_messages(mixed: Any) -> None:

@@ -31,7 +31,7 @@ from hetcoll.health.diagnosis import Diagnosis, Kind
 
 Launch = Callable[..., Ranks]
 APART, TOGETHER, NEAR = "0|1|2", "", "direct"  # an island each; one for all; one whose GPUs copy to each other
-LARGE = 3_000_001  # elements: copies through slots
+LARGE = 1_100_001  # elements: copies through slots
 WAYS = parametrize(("islands", "count"), [(APART, LARGE), (APART, 100), (TOGETHER, LARGE), (NEAR, LARGE)], first=1)
 
 

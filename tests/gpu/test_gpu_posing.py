@@ -101,13 +101,13 @@ def fail(comm: hetcoll.Communicator, how: str) -> None:
     """In a part, so that the communicator stays."""
     part = hetcoll.Communicator.split(comm, 0)
     assert part is not None
-    array = DeviceArray.of(device_of(comm), np.ones(3_000_001, np.float32))
+    array = DeviceArray.of(device_of(comm), np.ones(1_100_001, np.float32))
     part.allreduce(array.buffer(), op="max").wait(60)
     comm.barrier()
     with pytest.raises(CollectiveMismatchError if how == "mismatch" else AbortedError):
         end_badly(part, how, array)
     part.close()
-    array.set(np.ones(3_000_001, np.float32))
+    array.set(np.ones(1_100_001, np.float32))
     comm.allreduce(array.buffer()).wait(60)
     assert (array.get() == comm.size).all()
 

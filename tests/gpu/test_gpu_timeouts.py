@@ -26,7 +26,7 @@ Placed = Callable[..., Ranks]
 
 SECONDS = 2.0  # that a call has
 SOON = 15.0 * PATIENCE  # in which it has ended: the communicator's timeout is 300
-LARGE, SMALL = 3_000_001, 100  # elements: by copies, by a kernel
+LARGE, SMALL = 1_100_001, 100  # elements: by copies, by a kernel
 APART, TOGETHER, NEAR = {"HETCOLL_ISLANDS": "0|1"}, {}, {"HETCOLL_ALGO": "direct"}
 MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "GPU_MAX_HW_QUEUES": "32"}  # none waits behind another's message
 WAYS = [

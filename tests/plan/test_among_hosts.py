@@ -40,7 +40,7 @@ def build(
 
 
 @FORMS
-@parametrize("entry", ALL, first=4)
+@parametrize("entry", ALL, first=2)
 def test_they_are_proved_for_hosts_of_any_sizes(entry: Algorithm, form: bool) -> None:
     for hosts in (hosts for hosts in SHAPES if entry.supports(len(hosts))):
         n = sum(map(len, hosts))
@@ -61,7 +61,7 @@ def test_the_shapes_of_many_ranks_are_proved(sizes: tuple[int, ...], form: bool)
         check(build(entry, hosts, form, root=n - 1 if entry.collective in ROOTED else 0), inplace=True)
 
 
-@pytest.mark.parametrize("kind", [Collective.ALLREDUCE, Collective.REDUCE_SCATTER])
+@parametrize("kind", [Collective.ALLREDUCE, Collective.REDUCE_SCATTER], first=1)
 def test_compressed_plans_are_proved(kind: Collective) -> None:
     for hosts, scale, inplace in product(SHAPES, (False, True), (False, True)):
         check(build(find(kind, "direct"), hosts, False, scale=scale, compress=True), scale=scale, inplace=inplace)
@@ -87,7 +87,7 @@ def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
 
 @FORMS
 @parametrize("shape", [(2, 1), (2, 2)], first=1)
-@pytest.mark.parametrize("name", ["ring", "tree", "direct"])
+@parametrize("name", ["ring", "tree", "direct"], first=1)
 def test_every_single_edit_is_caught(name: str, shape: tuple[int, ...], form: bool) -> None:
     for kind in (kind for kind in AMONG if name in ALGORITHMS[kind]):
         scale, root = kind in REDUCING, 1 if kind in ROOTED else 0

@@ -95,7 +95,7 @@ def test_a_group_with_more_peers_than_lanes_is_proved() -> None:
 
 
 @parametrize("mutants", [structural_mutants, field_mutants], first=1)
-@pytest.mark.parametrize("algorithm", SHIPPED)
+@parametrize("algorithm", SHIPPED, first=8)
 def test_every_single_edit_is_caught(algorithm: Algorithm, mutants: Mutants) -> None:
     seen, missed = 0, []
     for n in (2, 3, 4):

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 
 import pytest
 from mutants import edited, field_mutants, passes, structural_mutants
+from thorough import parametrize
 
 from hetcoll.plan.algorithms import Algorithm, Hosts, find
 from hetcoll.plan.algorithms.among import among
@@ -56,7 +57,9 @@ TURNING = {
     "allgather-islands": lambda: islands(ISLANDS[AG]),
     "allreduce-ring among islands": lambda: islands(among(find(AR, "ring"))),
 }
-turning_sets = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in TURNING.items()])
+_SETS = [pytest.param(make, id=name) for name, make in TURNING.items()]
+turning_sets = pytest.mark.parametrize("make", _SETS)
+some_turning_sets = parametrize("make", _SETS[::-1], first=3)
 
 
 def outcome(plans: Sequence[Plan], symmetry: Symmetry, inplace: bool) -> Report | None:
@@ -77,7 +80,7 @@ def test_what_turns_is_found_and_comes_to_the_same(make: Callable[[], list[Plan]
         assert report == outcome(plans, everyone(len(plans)), inplace)
 
 
-@turning_sets
+@some_turning_sets
 def test_an_edit_of_all_ranks_is_caught_where_it_is_without_stand_ins(make: Callable[[], list[Plan]]) -> None:
     """Each edit of the plan of rank 0, and of those it stands for; some of two edits."""
     plans, seen, rng = make(), 0, random.Random(7)
@@ -100,7 +103,7 @@ def another(plan: Plan, rng: random.Random) -> Plan:
     return rng.choice([plan, *(mutant for _, mutant in structural_mutants(plan))])
 
 
-@turning_sets
+@some_turning_sets
 def test_an_edit_of_one_rank_is_no_turn(make: Callable[[], list[Plan]]) -> None:
     """So the whole set is proved, as any other; `test_simulator` has all edits of all ranks."""
     plans = make()
