@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -51,6 +52,15 @@ def find(inputs: Sequence[Array], result: Array, dtype: DType, op: ReduceOp, par
     told = [json.dumps(fold.of(each)) for each in inputs]
     assert all(len(each) <= room(parts) for each in told)
     return fold.differs([json.loads(each) for each in told], result)
+
+
+@pytest.mark.parametrize("dtype", sorted(FLOATS))
+def test_bounds_are_those_of_the_type(dtype: DType) -> None:
+    info, fold = ml_dtypes.finfo(element_type(dtype.label)), Fold(call_of(dtype, ReduceOp.SUM), 2, 1)
+    slope, floor = fold.bounds(1)
+    assert fold.most == float(info.max)
+    assert floor == 3 * 4 * float(info.smallest_subnormal)
+    assert slope == 3 * 2.0**-51 + 4 * 2.0**-info.nmant
 
 
 @settings(deadline=None)

@@ -78,6 +78,17 @@ def right(rank: int) -> Item:
     return Item(np.ones(ROWS.shape_on(rank), np.float32), ROWS, COLUMNS)
 
 
+def give_nothing_of_another_shape(comm: hetcoll.Communicator) -> None:
+    item = right(comm.rank)
+    if comm.rank == 4:  # which holds none of it
+        item = item._replace(array=np.ones((0, 4), np.float32))
+    assert (reshard(comm._core, lambda: [item])[0] == 1).all()
+
+
+def test_nothing_has_any_shape(pool: Pool) -> None:
+    pool(SIZE).run(give_nothing_of_another_shape)
+
+
 def another_shape(rank: int) -> Item:
     return right(rank)._replace(target=Layout((4, 6), SERVERS, (2,), (1,)))
 
@@ -96,6 +107,10 @@ def one_wrong_block(rank: int) -> Item:
 
 def one_that_holds_nothing_gives_some(rank: int) -> Item:
     return right(rank)._replace(array=np.ones(2, np.float32)) if rank == 4 else right(rank)
+
+
+def one_gives_nothing(rank: int) -> Item:
+    return right(rank)._replace(array=np.ones((0, 4), np.float32)) if rank == 1 else right(rank)
 
 
 def one_strided(rank: int) -> Item:
@@ -149,6 +164,7 @@ def attempt(comm: hetcoll.Communicator, make: Callable[[int], Item]) -> tuple[ty
         (a_rank_twice, ArgumentError, r"mesh: wanted each rank once, got \(3, 3\)", None),
         (one_wrong_block, ArgumentError, r"array 1: wanted shape \(2, 4\) of .* on rank 1, got \(3, 4\)", 1),
         (one_that_holds_nothing_gives_some, ArgumentError, r"wanted shape \(0,\) of .* on rank 4, got \(2,\)", 4),
+        (one_gives_nothing, ArgumentError, r"array 1: wanted shape \(2, 4\) of .* on rank 1, got \(0, 4\)", 1),
         (one_strided, BufferTypeError, "array 1: wanted a C-contiguous array", 0),
         (another_out, ArgumentError, r"array 1: out: wanted shape \(6, 2\) of .* on rank 3, got \(6, 3\)", 3),
         (another_type_of_out, BufferTypeError, "out: wanted float32 on cpu, got float64 on cpu", None),

@@ -33,6 +33,7 @@ def _results(comm: hetcoll.Communicator) -> None:
         assert got.tolist() == [r for r in range(size) for _ in range(rank + 1)]
         every = comm.allgatherv(np.full(counts[rank], rank), counts=counts)
         assert every.tolist() == [r for r in range(size) for _ in range(counts[r])]
+        assert comm.allgatherv(np.zeros(0), counts=[0] * size).shape == (0,)
         part = comm.reduce_scatterv(np.arange(sum(counts)), counts=counts)
         assert part.tolist() == [size * i for i in range(sum(counts))][sum(counts[:rank]) :][: counts[rank]]
         for root in range(size):

@@ -89,6 +89,25 @@ def test_the_connection_to_the_store_counts_once(pool: Callable[..., Ranks]) -> 
         assert half["descriptors"] < whole["descriptors"]
 
 
+def what_moves_data_aside(comm: hetcoll.Communicator) -> list[dict[str, int]]:
+    """Without, with a window, and with messages that have tags besides."""
+    found = [comm.memory()]
+    window = comm.window(np.zeros(10))
+    found.append(comm.memory())
+    comm.send(np.ones(1), 1 - comm.rank, tag=1, async_op=True)
+    comm.recv(np.ones(1), 1 - comm.rank, tag=1)
+    found.append(comm.memory())
+    window.close()
+    return found
+
+
+def test_what_moves_data_aside_counts(pool: Callable[..., Ranks]) -> None:
+    for before, window, tags in pool(2, HETCOLL_TRANSPORT="tcp").run(what_moves_data_aside):
+        for name in ("descriptors", "threads", "sockets"):
+            assert before[name] < window[name], name
+        assert window["descriptors"] < tags["descriptors"]
+
+
 def leave_before_a_link_is_made(comm: hetcoll.Communicator) -> str:
     """Rank 1 does not listen any more; that it has left is heard a little later."""
     meet = comm._session.control.exchange

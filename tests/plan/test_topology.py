@@ -172,6 +172,7 @@ def test_ways_between_gpus() -> None:
     auto = Topology(infos)
     assert [auto.way(0, r) for r in (1, 2)] == ["mapped", "staged-tcp"]
     assert [auto.why(0, r) for r in (1, 2)] == ["mapped: one host", "staged: another host"]
+    assert [auto.far(0, r) for r in (1, 2)] == [False, True]
     assert Topology(infos[:2], cross="mapped").way(0, 1) == "mapped"
     assert Topology(infos, cross="staged").way(0, 1) == "staged-tcp"
     tcp = Topology(infos, "tcp")
