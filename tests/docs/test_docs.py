@@ -119,6 +119,8 @@ def test_marked_console_blocks_print_what_they_say(fence: Fence) -> None:
         need_jax()
     if any("/ray_" in word for word in words):
         need_ray()
+    if any("/fit_digits" in word for word in words):
+        pytest.importorskip("sklearn", reason="its images come with scikit-learn: make .venv/docs")
     variables = {}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")

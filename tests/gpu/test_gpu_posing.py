@@ -78,7 +78,7 @@ def test_order_on_streams(posed: Posed) -> None:
 
 @parametrize("kinds", ["np", "nc"], first=1)
 @parametrize("kind", COLLECTIVES, first=1)
-@pytest.mark.parametrize(("dtype", "form"), KINDS)
+@parametrize(("dtype", "form"), KINDS, first=3)
 def test_compressed_calls(posed: Posed, kinds: str, dtype: DType, form: Format, kind: Collective) -> None:
     """With what the calls before lost, bit by bit."""
     for count, op, inplace in ((6, "sum", True), (70_002, "avg", False)):
