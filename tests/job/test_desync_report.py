@@ -15,6 +15,7 @@ from hetcoll.health.desync_report import (
     Edge,
     Wait,
     doubts,
+    find_absent,
     find_deadlock,
     find_mismatch,
     find_stalls,
@@ -263,6 +264,12 @@ def test_only_ranks_that_no_message_can_help_are_accused(found: tuple[dict[int, 
     stuck = set(row) - free
     assert bool(text) == (len(stuck) > 1)
     assert {int(rank) for rank in re.findall(r"call of rank (\d+)", text)} == (stuck if text else set())
+
+
+def test_who_left_before_a_call_that_others_made_keeps_it_from_ending() -> None:
+    answers = {0: Answer(5, {}), 1: Answer(5, {}), 2: Answer(4, {}), 3: None}
+    assert find_absent(answers, {1, 2, 3, 4}) == [2], "the others have made it, or nothing is known of them"
+    assert find_absent(answers, set()) == []
 
 
 def test_what_stalls_is_named_with_its_bytes() -> None:
