@@ -188,7 +188,16 @@ void PutsWhileRailsDie() {
           const Bytes src = Pattern(kBytes, 40 * turn + 2 * round + static_cast<unsigned>(from));
           Bytes& own = both.windows[static_cast<std::size_t>(from)];
           if (both.Has(from)) own = src;
-          const auto put = both.Put(from, both.Has(from) ? own.data() : src.data(), Shuffled(round));
+          const std::uint64_t all = kBytes;
+          const Where late{.device = true, .late = {&all, 1}};
+          std::shared_ptr<Transfer> put;
+          if (both.Has(from) && round % 2 == 1) {
+            put = both.engine(from).AskWindows([&](Windows& w) {
+              return w.Put(kWindow, 1 - from, both.At(from, own.data()), std::array{Piece{0, 0, kBytes}}, 0, late);
+            });
+          } else {
+            put = both.Put(from, both.Has(from) ? own.data() : src.data(), Shuffled(round));
+          }
           CHECK(Wait(both.engine(from), put), "%s: %s", what.c_str(), both.Failures().c_str());
           CHECK(both.windows[static_cast<std::size_t>(1 - from)] == src, "%s: round %u from %d", what.c_str(), round,
                 from);
