@@ -317,8 +317,8 @@ class Windows {
     return device_->outlets[2 * static_cast<std::size_t>(peer) + static_cast<std::size_t>(channel)];
   }
   static std::uint64_t CountOf(const Late& late, std::uint64_t most, int peer);
-  static void Shorten(Item& item);
-  bool Ready(Item& item);
+  void Shorten(Outbound& out, std::size_t index);
+  bool Ready(Outbound& out, std::size_t index);
   void Stage(int peer, int channel);
   void StageRest(int peer, int channel);
   void HasGivenBack(Peer& peer);

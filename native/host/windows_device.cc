@@ -70,13 +70,14 @@ void Windows::Release(Window& window) {
   window.shown = nullptr;
 }
 
-bool Windows::Ready(Item& item) {
+bool Windows::Ready(Outbound& out, std::size_t index) {
+  Item& item = out.items[index];
   if (item.after) {
     if (!item.after()) return false;
     item.after = nullptr;
     --device_->gated;
   }
-  if (item.late.word != nullptr) Shorten(item);
+  if (item.late.word != nullptr) Shorten(out, index);
   return true;
 }
 
@@ -85,8 +86,9 @@ void Windows::Stage(int peer, int channel) {
   Outbound& out = peers_[static_cast<std::size_t>(peer)].out[static_cast<std::size_t>(channel)];
   Outlet& outlet = OutletOf(peer, channel);
   while (out.staged_item < out.items.size()) {
-    Item& item = out.items[out.staged_item];
-    if (!Ready(item) || item.straight) break;
+    if (!Ready(out, out.staged_item)) break;
+    Item& item = out.items[out.staged_item];  // not before: an item behind it may be gone now
+    if (item.straight) break;
     for (; item.device && out.staged_part < item.parts.size(); ++out.staged_part, out.staged_at = 0) {
       const Part& part = item.parts[out.staged_part];
       while (part.device && out.staged_at < part.nbytes) {

@@ -14,7 +14,7 @@ std::shared_ptr<Transfer> Windows::Put(std::uint32_t id, int peer, const std::by
   if (auto seen = PutSeen(id, peer, src, pieces, signal, where)) return seen;
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
-  transfer->asks = where.late.word == nullptr && Asks(id, peer, pieces);
+  transfer->asks = Asks(id, peer, pieces);
   Request(transfer, {.id = id, .ask = transfer->asks ? Ask::kPlace : Ask::kPut, .signal = signal}, pieces, src, where);
   return transfer;
 }
@@ -67,6 +67,7 @@ void Windows::Request(const std::shared_ptr<Transfer>& transfer, const Head& for
     item.after = where.after;
     ++device_->gated;
   }
+  item.late = where.late;
   if (transfer->asks) {
     item.transfer = transfer;
     Queue(peer, kRequests, std::move(item));
@@ -79,7 +80,6 @@ void Windows::Request(const std::shared_ptr<Transfer>& transfer, const Head& for
     item.device = where.device;
     item.straight = where.device && transfer->asks;
   }
-  item.late = where.late;
   item.transfer = transfer;
   Queue(peer, kRequests, std::move(item));
 }
@@ -127,26 +127,36 @@ std::uint64_t Windows::CountOf(const Late& late, std::uint64_t most, int peer) {
                   " was the most");
 }
 
-// To as many bytes as there are of a put of one piece.
-void Windows::Shorten(Item& item) {
+// To as many bytes as there are of a put of one piece. Of one that asks, what it has is the next item; it asks no more
+// where these are few.
+void Windows::Shorten(Outbound& out, std::size_t index) {
+  Item& item = out.items[index];
   Head head;
   Run run;
   std::memcpy(&head, item.own.data(), sizeof head);
-  const bool pull = head.ask == Ask::kPull;
+  const bool pull = head.ask == Ask::kPull, asks = head.ask == Ask::kPlace;
   std::byte* table = item.own.data() + sizeof head;
   if (pull) std::memcpy(&run, table, sizeof run);
   std::uint64_t& nbytes = pull ? run.nbytes : head.nbytes;
   nbytes = CountOf(item.late, nbytes, item.transfer->peer);
+  Item& data = asks ? out.items[index + 1] : item;
+  if (asks && nbytes < kAskedBytes) {
+    head.ask = Ask::kPut;
+    item.transfer->asks = item.holds = data.straight = false;
+  }
   if (pull) {
     std::memcpy(table, &run, sizeof run);
   } else if (nbytes == 0) {
     head.pieces = 0;
-    item.parts.pop_back();
+    data.parts.pop_back();
   } else {
-    item.parts.back().nbytes = nbytes;
+    data.parts.back().nbytes = nbytes;
   }
   std::memcpy(item.own.data(), &head, sizeof head);
   item.late = {};
+  if (!data.parts.empty()) return;
+  out.items.erase(out.items.begin() + static_cast<std::ptrdiff_t>(index) + 1);
+  --unsent_;
 }
 
 // What is lent is read before it is answered, and who waits for the answer keeps it until then.

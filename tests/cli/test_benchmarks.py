@@ -28,6 +28,7 @@ import instructions  # noqa: E402
 import libraries  # noqa: E402
 import peers  # noqa: E402
 import results  # noqa: E402
+import shapes  # noqa: E402
 import staying  # noqa: E402
 import training  # noqa: E402
 import worker  # noqa: E402
@@ -460,6 +461,30 @@ def test_ranks_of_the_benchmark_without_gpus(tmp_path: Path) -> None:
         assert job.perf("allreduce", 4096, "out", "--iters", "3").wrong  # it reduces in place alone
     finally:
         job.close()
+
+
+@pytest.mark.thorough
+def test_weights_are_moved_rightly_by_all_ways(tmp_path: Path) -> None:
+    """Three ranks, one of which trains where servers are others. What no rank compares would be no benchmark."""
+    import_torch()
+    words = ["--ranks", "3", "--trainers", "1", "--models", "tiny", "--rounds", "1", "--json", str(tmp_path / "found")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # where PyTorch may be
+    command = [sys.executable, str(BENCHMARKS / "weights.py"), *words]
+    ended = subprocess.run(command, env=env, timeout=DEADLINE, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads((tmp_path / "found").read_text())["figures"]
+    assert [each["case"] for each in figures] == [
+        "3 ranks, Shard(0) to Shard(1)",
+        "3 ranks, Shard(0) to Replicate()",
+        "1 to 2 other ranks, Shard(0) to Shard(1)",
+        "1 to 2 other ranks, Shard(0) to Replicate()",
+    ]
+    ways = {"hetcoll", "hetcoll, in place", "hetcoll, weight by weight", "hetcoll's broadcast", "redistribute, Gloo",
+            "broadcast, Gloo", "plain send", "plain copy"}  # fmt: skip
+    assert [set(each["seconds"]) for each in figures] == [ways] * 2 + [ways - {"redistribute, Gloo"}] * 2
+    assert [each["busiest"] for each in figures[2:]] == [
+        2 * shapes.SHAPES["tiny"].parameters
+    ] * 2  # sent once, bfloat16
 
 
 @pytest.mark.parametrize(

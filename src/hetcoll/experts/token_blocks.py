@@ -208,7 +208,8 @@ class PutBlocks:
         places = self._places = Places(sizes, size)
         self._goes, self._late = places.end, 2 * places.end  # what goes is behind what comes, and then its bytes
         memory = self._pin(2 * places.end + 3 * 8 * size, timeout)
-        self._window = comm.window(memory.buffer(0, places.end), signals=size, timeout=timeout)
+        # What goes is in the window, too: so RDMA devices read it where it lies.
+        self._window = comm.window(memory.buffer(0, 2 * places.end), signals=size, timeout=timeout)
         self._window._side.devices.copies(self._words.buffer(), "words")
         self._arrivals, self._memory = Arrivals(comm, self._window), memory
         numbers = self._numbers = [DeviceArray.of(device, np.zeros(size * sizes.most, np.uint32)) for _ in range(2)]
