@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from ranks import wait_until
 
+from hetcoll.rendezvous import succession
 from hetcoll.rendezvous.connections.members import ENDED, Connection
 from hetcoll.rendezvous.protocol.keys import Member
+from hetcoll.rendezvous.protocol.news import StoreLost
 from hetcoll.rendezvous.protocol.routes import pack_up
+from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, FrameReader, Op, Status, pack, unpack
 from hetcoll.rendezvous.store.groups import Groups
 from hetcoll.rendezvous.store.successors import Successors
 from hetcoll.rendezvous.store.tree import Tree
-from hetcoll.rendezvous.uplink import TOKEN_BYTES, Entry, Kind
+from hetcoll.rendezvous.uplink import TOKEN_BYTES, Entry, Kind, pack_places
 
 
 class Heard:
@@ -234,3 +239,33 @@ def test_what_a_relay_said_to_a_store_that_was_stopped_may_be_old(seconds: float
             store.tree.tick()
         store.say(store.relay, Op.GONE, b"reset", Status.AGAIN, behind=True)
         assert store.verdict() == (seconds > 0)
+
+
+@pytest.mark.parametrize(
+    ("silent", "stopped", "look", "certain"),
+    [(0, False, 1.0, True), (1, False, 1.0, False), (0, True, 1.0, False), (0, False, 60.0, False)],
+)
+def test_who_may_not_know_of_all_stores_serves_with_more_than_half(
+    monkeypatch: pytest.MonkeyPatch, silent: int, stopped: bool, look: float, certain: bool
+) -> None:
+    """Some fell silent before the store ended; or this process was stopped, before that or while it looked."""
+    now, claims = [100.0], list[bool]()
+
+    def looks(*_: object) -> succession._Found:
+        now[0] += look
+        return succession._Found.DEAD
+
+    def takes_over(self: succession.Succession, *_: object) -> UniqueId:
+        claims.append(self.certain)
+        return lost
+
+    monkeypatch.setattr(succession, "_look", looks)
+    monkeypatch.setattr(succession, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(succession.Succession, "_serving", lambda *_: None)
+    monkeypatch.setattr(succession.Succession, "_take_over", takes_over)
+    lost = UniqueId((("127.0.0.1", 1),), bytes(16), bytes(32))
+    with contextlib.closing(succession.Succession(hosts=False)) as mine:
+        places = mine.stand(pack((b"", b"", b"", b"")))
+        mine.hear(pack((count(3, 0, silent), pack_places((("127.0.0.1", 1),)), places)))
+        mine.find(lost, StoreLost("its process ended in order", True, not stopped), lambda: False)
+    assert claims == [certain]

@@ -66,6 +66,7 @@ FOUND = {
         *(70028767, 80164385),
         91010161,  # a store ended before it had missed all who had gone on elsewhere, and its successor served the rest
         91163670,  # a successor woke when all whom it knew had ended, and did not know of those that came after them
+        96130177,  # the same while it looked for another one
     ),
     "vanish": (
         *(663, 728),  # a successor passed by one that was about to notice

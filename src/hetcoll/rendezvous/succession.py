@@ -21,7 +21,7 @@ from .protocol.exchanges import FEW
 from .protocol.news import StoreLost
 from .protocol.unique_id import UniqueId
 from .protocol.wire import F64, U32, unpack
-from .uplink import GRACE, pack_places, read_places
+from .uplink import GRACE, SILENCE, pack_places, read_places
 
 log = logging.getLogger("hetcoll.succession")
 
@@ -33,6 +33,7 @@ _UNSURE_GRACE = 15.0  # seconds between the first and the last who notice that a
 _BEHIND_RELAYS = 30.0  # more than that where some are behind relays, and others have TCP's patience
 
 assert _STILL_GREETS + _REFUSES < GRACE, "who looks there first comes too late"
+assert _GREETS + 2 * _REFUSES < SILENCE, "a look that is slow would be taken for a stop"
 
 Places = tuple[tuple[str, int], ...]
 
@@ -100,7 +101,7 @@ class Succession:
         # where it serves as yet it may end before we are there.
         self._certain = self._certain and end.sure and not self._silent
         if not end.orderly:
-            found = _look(lost, _STILL_GREETS, local)
+            found = self._look(lost, _STILL_GREETS, local)
             if found is _Found.SERVES:
                 return lost
             self._certain = self._certain and found is _Found.DEAD
@@ -117,7 +118,7 @@ class Succession:
                         break
                     return self._serving(lost, order[number + 1 :]) or self._take_over(lost, gone, most)
                 home = replace(lost, addresses=places)
-                found = _look(home, _GREETS)
+                found = self._look(home, _GREETS)
                 if found is _Found.SERVES:
                     return home
                 silent, self._certain = silent or found is _Found.SILENT, self._certain and found is _Found.DEAD
@@ -125,6 +126,13 @@ class Succession:
                 return None
             patient = False
         return None
+
+    def _look(self, home: UniqueId, seconds: float, local: bytes = b"") -> _Found:
+        """What is there. Where this took far too long, this process was stopped: the others may be elsewhere."""
+        until = time.monotonic() + SILENCE
+        found = _look(home, seconds, local)
+        self._certain = self._certain and time.monotonic() < until
+        return found
 
     def _serving(self, lost: UniqueId, later: list[Places]) -> UniqueId | None:
         """One that comes after this one and waits for more than half already: those behind relays notice it late."""
