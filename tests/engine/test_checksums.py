@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference import Case, make_values, pairwise, reduced
 
@@ -63,7 +63,6 @@ def test_bounds_are_those_of_the_type(dtype: DType) -> None:
     assert slope == 3 * 2.0**-51 + 4 * 2.0**-info.nmant
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(FOLDABLE),
     st.integers(0, 300),
@@ -81,7 +80,6 @@ def test_right_results(
     assert find(inputs, reduce_one_by_one(order, *kind), *kind, parts) == ""
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([kind for kind in FOLDABLE if kind[0].itemsize > 1 or kind[0] not in FLOATS]),
     st.integers(1, 16),

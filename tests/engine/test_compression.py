@@ -129,7 +129,7 @@ def repeat(
 
 
 @pytest.mark.parametrize("link", LINKS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(COLLECTIVES), pair=st.sampled_from(KINDS), average=st.booleans(), inplace=st.booleans(),
     async_op=st.booleans(), share=st.one_of(st.integers(0, 80), st.integers(0, 9000)),

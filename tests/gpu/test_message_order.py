@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetcoll.gpu.message_kernel import Placed
@@ -91,7 +91,6 @@ many = st.integers(2, 5).flatmap(lambda size: st.tuples(st.just(size), calls_of(
 
 
 @given(many)
-@settings(deadline=None)
 def test_groups_that_meet_groups(drawn: tuple[int, list[list[Message]]]) -> None:
     size, calls = drawn
     prove(size, [calls] * size)
@@ -123,7 +122,6 @@ def check_levels(size: int, call: Call) -> None:
 
 
 @given(st.lists(SIZES, min_size=1, max_size=12), st.data())
-@settings(deadline=None)
 def test_one_way_any_calls_meet_any(sizes: list[int], data: st.DataObject) -> None:
     """Groups of some against a call of each, or groups of others."""
     messages = [(0, 1, n) for n in sizes]

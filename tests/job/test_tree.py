@@ -187,7 +187,7 @@ def test_newcomers_come_through_relays_or_straight(job: Job) -> None:
 PHASES = ("nothing", "an exchange", "a question", "a verdict", "goodbyes")
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(phase=st.sampled_from(PHASES), deep=st.booleans(), which=st.integers(0, 7))
 def test_a_relay_that_dies_is_lost_and_nobody_else(phase: str, deep: bool, which: int) -> None:
     with closing(Job()) as job:
@@ -380,7 +380,7 @@ def test_all_hear_of_the_end_of_the_store(job: Job, orderly: bool) -> None:
         each.wait_for(lambda event: isinstance(event, StoreLost) and event.orderly is orderly)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 1 << 30))
 def test_nobody_is_lost_where_connections_are_reset(seed: int) -> None:
     """To the store, to relays, and of relays."""
@@ -447,7 +447,6 @@ def test_who_cannot_reach_a_relay_is_sent_to_another(job: Job) -> None:
 # The parts.
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["send", "deliver", "cut", "resync"]), max_size=60))
 def test_a_stream_gives_each_frame_once_and_in_order_whatever_is_lost(moves: list[str]) -> None:
     ends, wires = (Stream(), Stream()), (deque[Sent](), deque[Sent]())
@@ -488,13 +487,11 @@ routes = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=16).map(tuple)
 entries = st.lists(st.builds(Entry, routes, st.integers(0, 2**64 - 1), st.integers(0, 65535)), max_size=5)
 
 
-@settings(deadline=None)
 @given(entries, st.binary(max_size=20), st.integers(64, 90), st.integers(0, 3))
 def test_frames_downwards_come_back(found: list[Entry], body: bytes, op: int, status: int) -> None:
     assert unpack_down(pack_down(op, status, found, body)) == (op, status, found, body)
 
 
-@settings(deadline=None)
 @given(routes, st.binary(max_size=20), st.integers(0, 65535))
 def test_frames_upwards_bring_their_route(route: tuple[int, ...], body: bytes, number: int) -> None:
     frame = Frame(Op.PUT, 0, 7, body, number)
@@ -507,7 +504,6 @@ def test_frames_upwards_bring_their_route(route: tuple[int, ...], body: bytes, n
             extend_up(1, packed)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_garbled_frames_are_errors(data: bytes) -> None:
     for unpack in (unpack_up, unpack_down, uplink.Entry.read):

@@ -61,7 +61,7 @@ def test_they_are_proved_whole_and_in_pieces(entry: Algorithm) -> None:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_islands_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     islands = data.draw(any_groups())
     n, m = sum(map(len, islands)), len(islands)
@@ -160,7 +160,7 @@ def any_order(sizes: list[int]) -> st.SearchStrategy[Hosts]:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_each_rank_has_its_row_of_an_order_of_all_from_its_own_plan(data: st.DataObject) -> None:
     """With what `GpuPlans` knows, compared to the plans of all ranks: pieces, what waits for what, who meets whom."""
     islands = data.draw(st.one_of(st.sampled_from([((1,), (0,)), ((2,), (0,), (1,))]), shapes()))

@@ -68,7 +68,7 @@ def test_compressed_plans_are_proved(kind: Collective) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     hosts = data.draw(any_groups())
     n = sum(map(len, hosts))

@@ -110,7 +110,7 @@ def any_islands(draw: st.DrawFn) -> Hosts:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_islands_are_proved(data: st.DataObject) -> None:
     a = data.draw(st.sampled_from(list(ISLANDS.values())))
     islands = data.draw(any_islands())
@@ -126,7 +126,7 @@ def test_any_islands_are_proved(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_they_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     a = data.draw(st.sampled_from(list(ISLANDS.values())))
     islands = data.draw(any_islands())

@@ -38,7 +38,6 @@ def build(algorithm: Algorithm, n: int, *, scale: bool = False) -> list[Plan]:
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
-@settings(deadline=None)
 def test_ramps_rise_stay_and_fall(length: int, most: int) -> None:
     cuts = ramp(length, most)
     sizes = [b - a for a, b in pairwise(cuts)]
@@ -55,7 +54,6 @@ def test_ramps_rise_stay_and_fall(length: int, most: int) -> None:
 
 
 @given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=4), st.integers(1, 300), st.sampled_from([1, 4, 32]))
-@settings(deadline=None)
 def test_offsets_are_alike_and_aligned(shares: list[int], units: int, grain: int) -> None:
     table = offsets(shares, units, range(len(shares) * units + 1), grain, units)
     assert len(table) == len(shares) * units + 1
@@ -71,7 +69,6 @@ def test_offsets_are_alike_and_aligned(shares: list[int], units: int, grain: int
 
 
 @given(st.integers(0, 1 << 34), st.sampled_from([1, 2, 8]), st.sampled_from([1 << 18, 1 << 19, 3 << 17]), st.data())
-@settings(deadline=None)
 def test_pieces_fit_their_slot(count: int, item: int, smallest: int, data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from([a for t in ALGORITHMS.values() for a in t.values()]))
     plans = build(algorithm, 5 if algorithm.supports(5) else 4)
@@ -186,7 +183,7 @@ def test_pieces_of_shares_are_cut_from_each_share() -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_pieces_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     tables = [t for kind, t in ALGORITHMS.items() if kind is not Collective.BARRIER]
     algorithm = data.draw(st.sampled_from([a for t in tables for a in t.values()]))
@@ -264,7 +261,7 @@ def test_plans_that_deadlock_have_no_order() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_order_of_one_queue_that_completes_completes_with_more(data: st.DataObject) -> None:
     """Fold the lanes of each rank into a few queues, as a device would, in enqueue order: it always completes."""
     algorithm = data.draw(st.sampled_from([a for t in ALGORITHMS.values() for a in t.values()]))

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetcoll import _native
@@ -27,7 +27,6 @@ units = st.integers(1, 4096)
 
 
 @given(counts, units)
-@settings(deadline=None)
 def test_cut_covers_the_buffer_in_even_parts(count: int, units: int) -> None:
     offsets = cut(count, units)
     sizes = [b - a for a, b in itertools.pairwise(offsets)]
@@ -36,13 +35,11 @@ def test_cut_covers_the_buffer_in_even_parts(count: int, units: int) -> None:
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 64), st.integers(1, 64))
-@settings(deadline=None)
 def test_cut_of_a_multiple_is_a_refinement(count: int, units: int, factor: int) -> None:
     assert cut(count, units * factor)[::factor] == cut(count, units)
 
 
 @given(counts, units, st.data())
-@settings(deadline=None)
 def test_cut_is_the_engines_cut(count: int, units: int, data: st.DataObject) -> None:
     unit = data.draw(st.integers(0, units))
     assert _native.cut_offset(count, units, unit) == cut(count, units)[unit]

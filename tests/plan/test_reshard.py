@@ -64,7 +64,7 @@ def between(mine: Round, source: int, target: int) -> list[Message]:
     return [each for each in mine.messages if (each.source, each.target) == (source, target)]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(exchanges(), st.sampled_from([1, 20, GRAIN]))
 def test_every_element_comes_once_and_from_where_it_was(exchange: tuple[int, tuple[Move, ...]], grain: int) -> None:
     size, moves = exchange
@@ -103,7 +103,7 @@ def test_every_element_comes_once_and_from_where_it_was(exchange: tuple[int, tup
             np.testing.assert_array_equal(found[rank], each)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_what_lies_in_one_piece(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))

@@ -131,7 +131,7 @@ def test_a_rank_keeps_what_it_uses(sizes: tuple[int, ...], kind: Collective) -> 
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_partition_in_pieces_fits_its_slots_and_is_right(data: st.DataObject) -> None:
     """Any sizes of islands, any counts from 0 on: pieces are proved, come to NumPy's result and fit their slots."""
     sizes = data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=4))

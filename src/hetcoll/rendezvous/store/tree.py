@@ -148,7 +148,8 @@ class Tree:
         if frame.op == Op.ENTER:
             self._enter_behind(relay, number, Entry.read(frame.body))
         elif child is not None and frame.op == Op.GONE:
-            (self._miss if frame.status == Status.AGAIN else self._lose)(child, frame.body.decode(errors="replace"))
+            lose = self._miss if frame.status == Status.AGAIN else self._lose
+            lose(child, frame.body.decode(errors="replace"))
         elif child is not None:
             self._frame(child, frame)
 
