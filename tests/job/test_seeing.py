@@ -145,6 +145,44 @@ def test_a_signal_prints_the_last_calls_where_that_is_asked_for(asked: str) -> N
         assert done.returncode == -signal.SIGUSR2
 
 
+COLLECTED = """
+import gc, threading
+from hetcoll.health.status_report import innermost_frames
+
+class Dropped:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        threading.Thread(target=int).start()
+
+begun, over = threading.Semaphore(0), threading.Event()
+def wait():
+    begun.release()
+    over.wait()
+for _ in range(100):
+    threading.Thread(target=wait).start()
+for _ in range(100):
+    begun.acquire()
+gc.collect()
+gc.disable()
+for _ in range(20):
+    Dropped()
+gc.set_threshold(gc.get_count()[0] + 30)
+gc.enable()
+frames = innermost_frames()
+assert gc.isenabled()
+over.set()
+print(len(frames))
+"""
+
+
+def test_frames_are_found_where_garbage_that_starts_threads_is_due() -> None:
+    """As many objects are made on the way as the collector waits for."""
+    done = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 101
+
+
 def scraped(comm: hetcoll.Communicator) -> str:
     from prometheus_client import CollectorRegistry, generate_latest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -43,6 +44,23 @@ def call_site(frame: FrameType | None = None) -> str:
         frame = frame.f_back
     frame = frame or theirs
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_asking = threading.RLock()  # or one would end the rest of another
+
+
+def innermost_frames() -> dict[int, FrameType]:
+    """Of each thread. Before 3.12 CPython may collect garbage while it holds the lock of all threads for that, and what
+    ends then and starts a thread, as a communicator does that nobody refers to any more, would wait for that lock for
+    ever (python/cpython#106883)."""
+    with _asking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _folder_of_torch() -> str:
@@ -125,7 +143,7 @@ class StatusReporter:
         if FREE_THREADED:
             told = {number: Called(what) for number, what in list(self.calls.items())} | self._told
             return next((called for number, called in told.items() if thread in (None, number)), None)
-        frames = sys._current_frames().items()
+        frames = innermost_frames().items()
         found = (self._called(comm, number, frame) for number, frame in frames if thread in (None, number))
         return next((called for called in found if called is not None), None)
 
