@@ -268,7 +268,7 @@ def test_the_limits_probe_measures(tmp_path: Path) -> None:
     limits = json.loads(libraries.run_group([str(probe)], {}, 300.0))
     rates = [r for key in ("memcpy_gbs", "add_gbs") for sizes in limits[key].values() for r in sizes.values()]
     assert len(rates) == 20
-    assert all(0.05 < rate < 2000 for rate in [*rates, *limits["loopback_gbs"].values()])
+    assert [r for r in [*rates, *limits["loopback_gbs"].values()] if not 0 < r < 2000] == []
     assert 0 < limits["flag_us"] < 10000
     assert results.limit_us(limits, "allreduce", "shm", 2, 1 << 20) > 0
 

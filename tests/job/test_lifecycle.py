@@ -111,7 +111,7 @@ print(*sorted(name for name in set(sys.modules) - before if not name.startswith(
 """
 
 STANDARD = {
-    "array", "atexit", "base64", "binascii", "copy", "ctypes", "dataclasses", "errno", "fcntl", "hashlib", "hmac",
+    "array", "atexit", "base64", "binascii", "copy", "ctypes", "dataclasses", "errno", "fcntl", "gc", "hashlib", "hmac",
     "ipaddress", "json", "logging", "resource", "select", "selectors", "socket", "string", "threading", "traceback",
     "zlib",
 }  # fmt: skip
