@@ -15,6 +15,7 @@ import gc
 import multiprocessing as mp
 import os
 import pickle
+import re
 import signal
 import tempfile
 import time
@@ -52,9 +53,11 @@ VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "
 # Also what only some ranks load (rank 0 its store), and most of what tests' modules import.
 preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rendezvous.store.server",
         "hetcoll.vendors.devices.cuda", "hetcoll.vendors.devices.hip", "hetcoll.gpu.device_of", "hetcoll.cli.patterns",
-        "ml_dtypes", "numpy.random", "pytest", "unittest.mock", *VENDORS,
+        "hetcoll.experts", "hetcoll.links.verbs.local_nics", "hetcoll.runtime.one_sided", "hetcoll.serving",
+        "ml_dtypes", "numpy.ma", "numpy.random", "numpy.testing", "pytest", "unittest.mock", *VENDORS,
         *(() if "TEST_PATIENCE" in os.environ else ("hypothesis",)),
-        "ranks", "cases", "gpu_calls", "gpu_places", "reference", "verdicts")  # fmt: skip
+        "ranks", "cases", "device_checks", "expert_calls", "gpu_calls", "gpu_places", "reference",
+        "verdicts")  # fmt: skip
 _OURS = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
 
 
@@ -322,6 +325,10 @@ def kept(start: Callable[P, Ranks]) -> Iterator[Callable[P, Ranks]]:
 # What follows runs in the ranks' processes.
 
 
+_SHARED = re.compile(rb"^\S+ ...s \S+ \S+ \S+ +(.+)$", re.MULTILINE)
+"""The name of shared memory in a line of /proc/self/maps (proc(5))."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """What this process holds: threads, children, descriptors by kind, mapped memory that has a name."""
@@ -329,7 +336,7 @@ class Resources:
     threads: int
     children: int
     descriptors: Counter[str] = field(default_factory=Counter)
-    maps: Counter[str] = field(default_factory=Counter)
+    maps: Counter[bytes] = field(default_factory=Counter)
 
     @classmethod
     def now(cls) -> Resources:
@@ -342,9 +349,7 @@ class Resources:
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # the one that listed them
                 descriptors[os.readlink(f"/proc/self/fd/{fd}").split("[")[0]] += 1
-        lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-        shared = [line[5] for line in lines if len(line) > 5 and line[1].endswith("s")]
-        return cls(threads, _children(), descriptors, Counter(shared))
+        return cls(threads, _children(), descriptors, Counter(_SHARED.findall(Path("/proc/self/maps").read_bytes())))
 
     def left_over(self, before: Resources) -> str:
         """What there is more of than `before`, or nothing."""
@@ -360,7 +365,7 @@ class Resources:
             ("mappings", self.maps - before.maps),
         ):
             # Kernels stay loaded until the process ends.
-            parts += [f"{n} {kind} of {what}" for what, n in held.items() if "fake-module" not in what]
+            parts += [f"{n} {kind} of {what}" for what, n in held.items() if "fake-module" not in str(what)]
         return ", ".join(parts)
 
 

@@ -221,29 +221,30 @@ Outcome build(Program& program, const Command& command, const std::string& vendo
     std::vector<std::string> full = common;
     std::string vendor_macro = "-DFAKE_VENDOR=\"" + vendor + "\"";
     std::string arch_macro = "-DFAKE_IMAGE_ARCH=\"" + command.arch + "\"";
-    for (const char* option : {"-O1",  // each access is a call of a check, which no optimisation takes away
-                               "-fno-strict-aliasing",
-                               "-fno-exceptions",
-                               "-fno-rtti",
-                               "-fno-gnu-unique",
-                               "-ffp-contract=off",
-                               "-w",
-                               "-fPIC",
-                               "-shared",
-                               "-fsanitize=kernel-address",
-                               "--param",
-                               "asan-instrumentation-with-call-threshold=0",
-                               "--param",
-                               "asan-stack=0",
-                               "--param",
-                               "asan-globals=0",
-                               "-Wl,-Bsymbolic",
-                               "-nostartfiles",
-                               vendor_macro.c_str(),
-                               arch_macro.c_str(),
-                               "-o",
-                               output.c_str(),
-                               source.c_str()}) {
+    for (const char* option :
+         {"-Og",  // each access is a call of a check, which no optimisation takes away, and -O1 takes twice the time
+          "-fno-strict-aliasing",
+          "-fno-exceptions",
+          "-fno-rtti",
+          "-fno-gnu-unique",
+          "-ffp-contract=off",
+          "-w",
+          "-fPIC",
+          "-shared",
+          "-fsanitize=kernel-address",
+          "--param",
+          "asan-instrumentation-with-call-threshold=0",
+          "--param",
+          "asan-stack=0",
+          "--param",
+          "asan-globals=0",
+          "-Wl,-Bsymbolic",
+          "-nostartfiles",
+          vendor_macro.c_str(),
+          arch_macro.c_str(),
+          "-o",
+          output.c_str(),
+          source.c_str()}) {
       full.push_back(option);
     }
     compiled = run(full, log);

@@ -137,7 +137,7 @@ def module_of() -> dict[str, str]:
 
 
 _VENDOR = Path(__file__).parents[2]
-_INCLUDE = re.compile(r'#include "(.*)"\n')
+_DIRECTIVE = re.compile(r'^#(?:include "(.*)"|pragma once)\n', re.MULTILINE)
 
 
 def source(module: str) -> str:
@@ -168,14 +168,19 @@ def source(module: str) -> str:
     return "".join(lines)
 
 
+@functools.cache
+def _text(path: str) -> str:
+    return (_VENDOR / path).read_text()
+
+
 def _expand(path: str, seen: set[str]) -> str:
     """The file with every file of ours that it includes in place of the first directive that does so."""
     seen.add(path)
-    lines = [f'#line 1 "{path}"\n']
-    for number, line in enumerate((_VENDOR / path).read_text().splitlines(keepends=True), 1):
-        included = _INCLUDE.fullmatch(line)
-        if included and included[1] not in seen:
-            lines.append(_expand(included[1], seen) + f'#line {number + 1} "{path}"\n')
-        else:
-            lines.append("\n" if included or line == "#pragma once\n" else line)
-    return "".join(lines)
+    text, parts, done, line = _text(path), [f'#line 1 "{path}"\n'], 0, 1
+    for found in _DIRECTIVE.finditer(text):
+        parts.append(text[done : found.start()])
+        line += parts[-1].count("\n") + 1
+        done, included = found.end(), found[1]
+        again = included is None or included in seen
+        parts.append("\n" if again else _expand(included, seen) + f'#line {line} "{path}"\n')
+    return "".join([*parts, text[done:]])
