@@ -19,6 +19,7 @@ from hetcoll.rendezvous.protocol.routes import pack_up
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, FrameReader, Op, Status, pack, unpack
 from hetcoll.rendezvous.store.groups import Groups
+from hetcoll.rendezvous.store.returns import Claim
 from hetcoll.rendezvous.store.successors import Successors
 from hetcoll.rendezvous.store.tree import Tree
 from hetcoll.rendezvous.uplink import TOKEN_BYTES, Entry, Kind, pack_places
@@ -239,6 +240,21 @@ def test_what_a_relay_said_to_a_store_that_was_stopped_may_be_old(seconds: float
             store.tree.tick()
         store.say(store.relay, Op.GONE, b"reset", Status.AGAIN, behind=True)
         assert store.verdict() == (seconds > 0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 7.0])
+def test_who_is_found_dead_after_a_stop_may_have_served_in_the_meantime(seconds: float) -> None:
+    """A store that waits to be sure was passed over while it was stopped; who served instead has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as rival:
+        places = (rival.getsockname(),)
+    groups = Groups(succeeds=Claim(3, (places,), True, 15.0, 2.0))
+    with selectors.DefaultSelector() as selector:
+        tree = Tree(groups, lambda _: None, selector)
+        tree._looked -= seconds
+        while tree.tick() is not None:
+            for key, _ in selector.select(0.1):
+                key.data(key)
+    assert groups.returns.sure == (seconds == 0)
 
 
 @pytest.mark.parametrize(
