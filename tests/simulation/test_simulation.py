@@ -16,6 +16,7 @@ FOUND = {
         *(94000056, 94000095),  # rank 0 woke and took some for dead that had gone elsewhere
         94002785,  # who was behind a relay that was stopped as well had gone, and the relay did not say so
         94001369,  # nothing was heard of one for no more than 9 s: it found the next store so soon
+        *(96216513, 99009052),  # the last answer was under way, and all who had it were lost to the others
     ),
     "cut": (
         *(69, 273),  # a store that gave up told its own rank to go on alone
