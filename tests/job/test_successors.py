@@ -168,6 +168,24 @@ def test_nothing_is_decided_while_more_than_half_may_be_elsewhere(op: Op) -> Non
     assert all(Op.REPLY in dict(member.told) for member in members)
 
 
+@pytest.mark.parametrize("certain", [False, True], ids=["the store before may live", "it is dead"])
+def test_those_that_fell_silent_may_be_with_one_that_has_yet_to_come(certain: bool) -> None:
+    """Of six processes one hosted the store before, and one did not come to the next: two of four are no half."""
+    successors = Successors(pack((b"charge",)), lambda *_: None, certain=certain)
+    members = [Heard(f"rank {rank}", world=rank) for rank in range(4)]
+    for member in members:
+        successors.take_back(member, member is members[0], b"", pack((count(5),)))
+    successors.confirm()
+    assert not successors.doubts()
+    successors.drop(members[3], silent=True)
+    assert not successors.doubts(), "three of five"
+    successors.reaches = lambda member: member is not members[2]
+    successors._sure_until = 0.0
+    assert successors.doubts() is not certain
+    successors.drop(members[2], silent=True)
+    assert bool(successors.cut_off) is not certain
+
+
 class Dropped(Groups):
     """Notes who is lost, and whether it may live elsewhere."""
 
