@@ -69,6 +69,10 @@ FOUND = {
         91163670,  # a successor woke when all whom it knew had ended, and did not know of those that came after them
         96130177,  # the same while it looked for another one
     ),
+    "torn": (
+        *(99501195, 99501218),  # whom the store before had lost was taken for one of more than half
+        *(99501236, 99501288),  # those that fell silent found others that had yet to come, and were more than half
+    ),
     "vanish": (
         *(663, 728),  # a successor passed by one that was about to notice
         80154434,  # the time of a call was over before the next store could tell it the answer

@@ -199,7 +199,7 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
         late = any(when < begin + 1.0 for when in history.ended.values())
         few = 2 * len(ranks) <= job.size or job.newcomers
         return [] if late or few else ranks
-    return [] if job.kind in ("storm", "away") else ranks
+    return [] if job.kind in ("storm", "away", "torn") else ranks
 
 
 def _taken_in(history: History, before: float) -> set[str]:
