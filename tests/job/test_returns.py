@@ -301,6 +301,23 @@ def test_a_rival_that_came_and_fell_silent_may_serve() -> None:
     assert not groups.returns.waits
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["after", "before"])
+@pytest.mark.parametrize("apart", [False, True], ids=["all in common", "a group of its own"])
+def test_whom_the_store_before_had_lost_is_none_of_more_than_half(order: tuple[int, int], apart: bool) -> None:
+    """It is not among those of whom they are more than half, whenever it comes, and whatever others it has."""
+    groups = Groups(lambda: 0.0, succeeds=Claim(2, (), False, 15.0, 15.0))
+    knows, lost = Client(0, 5), Client(1, 5)
+    knows.membership.gone[1] = "nothing came from its host for 22 s"
+    pasts = [each.membership.spell() for each in (knows, lost)]
+    pasts[1] = pack([pasts[1]] + [Membership(b"others", 0, 2, None).spell()] * apart)
+    pasts[0] = pack([pasts[0]])
+    for number in order:
+        groups.handle((knows, lost)[number], Frame(Op.RETURN, 0, 0, pack([b"\0", b"", b"", pasts[number]])))
+    assert groups.returns.waits
+    return_to(groups, Client(2, 5))
+    assert not groups.returns.waits
+
+
 def test_who_was_left_behind_hears_it_from_the_next_store() -> None:
     job = Returning()
     job.begin()

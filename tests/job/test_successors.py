@@ -19,6 +19,7 @@ from hetcoll.rendezvous.protocol.routes import pack_up
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, FrameReader, Op, Status, pack, unpack
 from hetcoll.rendezvous.store.groups import Groups
+from hetcoll.rendezvous.store.returns import Claim
 from hetcoll.rendezvous.store.successors import Successors
 from hetcoll.rendezvous.store.tree import Tree
 from hetcoll.rendezvous.uplink import TOKEN_BYTES, Entry, Kind, pack_places
@@ -167,6 +168,24 @@ def test_nothing_is_decided_while_more_than_half_may_be_elsewhere(op: Op) -> Non
     assert all(Op.REPLY in dict(member.told) for member in members)
 
 
+@pytest.mark.parametrize("certain", [False, True], ids=["the store before may live", "it is dead"])
+def test_those_that_fell_silent_may_be_with_one_that_has_yet_to_come(certain: bool) -> None:
+    """Of six processes one hosted the store before, and one did not come to the next: two of four are no half."""
+    successors = Successors(pack((b"charge",)), lambda *_: None, certain=certain)
+    members = [Heard(f"rank {rank}", world=rank) for rank in range(4)]
+    for member in members:
+        successors.take_back(member, member is members[0], b"", pack((count(5),)))
+    successors.confirm()
+    assert not successors.doubts()
+    successors.drop(members[3], silent=True)
+    assert not successors.doubts(), "three of five"
+    successors.reaches = lambda member: member is not members[2]
+    successors._sure_until = 0.0
+    assert successors.doubts() is not certain
+    successors.drop(members[2], silent=True)
+    assert bool(successors.cut_off) is not certain
+
+
 class Dropped(Groups):
     """Notes who is lost, and whether it may live elsewhere."""
 
@@ -239,6 +258,21 @@ def test_what_a_relay_said_to_a_store_that_was_stopped_may_be_old(seconds: float
             store.tree.tick()
         store.say(store.relay, Op.GONE, b"reset", Status.AGAIN, behind=True)
         assert store.verdict() == (seconds > 0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 7.0])
+def test_who_is_found_dead_after_a_stop_may_have_served_in_the_meantime(seconds: float) -> None:
+    """A store that waits to be sure was passed over while it was stopped; who served instead has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as rival:
+        places = (rival.getsockname(),)
+    groups = Groups(succeeds=Claim(3, (places,), True, 15.0, 2.0))
+    with selectors.DefaultSelector() as selector:
+        tree = Tree(groups, lambda _: None, selector)
+        tree._looked -= seconds
+        while tree.tick() is not None:
+            for key, _ in selector.select(0.1):
+                key.data(key)
+    assert groups.returns.sure == (seconds == 0)
 
 
 @pytest.mark.parametrize(

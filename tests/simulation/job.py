@@ -22,13 +22,15 @@ KINDS = {
     "storm": 4,
     "stop": 2,
     "away": 2,
+    "torn": 2,
 }
 """What is done to a job, and how often. In a `stall` the network is cut for less than any timeout; a `cut` lasts. In a
 `mismatch` one rank calls something else than the others, or it is too `late` for a call. In a `stop` the first
 successor is stopped, or cut off from all but rank 0, and that dies or leaves. In an `away` rank 0 is stopped, perhaps
-with some others, or cut off as well, and the rest go on without it, of which some leave or die."""
+with some others, or cut off as well, and the rest go on without it, of which some leave or die. Where the network is
+`torn`, it is cut again along another line, as soon as another store serves."""
 
-ROUGH = {"away", "cut", "stop", "storm"}
+ROUGH = {"away", "cut", "stop", "storm", "torn"}
 """In these some may be lost to whom nothing was done, or be told nothing in time."""
 
 SOUND = {"calm", "reset", "freeze", "stall"}
@@ -90,8 +92,11 @@ def draw(seed: int, only: str = "") -> Job:
     few = 0
     if rng.random() < 0.2:
         few, size = 3, rng.randint(5, 9)
+    if kind == "torn":
+        few, size = 0, rng.randint(5, 8)
     few_hosts = 3 if kind == "vanish" and size > 4 else size  # more than half may outlive one of more than one
     spread = rng.choice([1, 2, few_hosts, size])
+    spread = size if kind == "torn" else spread
     hosts = tuple(rank % spread for rank in range(size))
     weather = Weather(
         rng.choice([2e-5, 5e-4, 2e-2]), rng.choice([0.0, 0.0, 0.02]), room=rng.choice([1 << 13, 1 << 18, 1 << 18])
@@ -102,6 +107,8 @@ def draw(seed: int, only: str = "") -> Job:
         at = rng.randint(1, len(steps))
         steps = (*steps[:at], Step("call"), *(step for step in steps[at:] if step.what != "grow"))
         mistake = str(rng.randrange(size)), at
+    if kind == "torn":  # they are at work so long
+        steps = (*steps, Step("pause", 3.0), Step("agree"), Step("pause", 3.0), Step("exchange"))
     newcomers: list[float] = []
     for step in steps:
         newcomers += [rng.uniform(0, 20) for _ in range(int(step.number) if step.what == "grow" else 0)]
@@ -173,6 +180,14 @@ def _draw_faults(rng: random.Random, kind: str, size: int, machines: list[str]) 
         return some_faults + [
             Fault(at + rng.uniform(0, 70), rng.choice(["leave", "kill"]), rng.randrange(1, size)) for _ in some(size)
         ]
+    if kind == "torn":
+        at, seconds, others = rng.uniform(0, 6), rng.uniform(11, 16), rng.sample(machines[1:size], size - 1)
+        apart, most = others[: (size - 3) // 2], others[(size - 3) // 2 :]
+        first = Fault(at, "cut", 0, seconds, (machines[0], *apart))
+        then = Fault(at + seconds + 1e-3, "cut", 0, 0.0, (*apart, *most[: len(most) // 2]))
+        resets = [Fault(rng.choice([at, then.at]) + rng.uniform(0.05, 0.5), "reset") for _ in range(80)]
+        stopped = Fault(at, rng.choice(["freeze", "kill"]), 0, rng.choice([0.0, 30.0]))
+        return [first, then, *resets, *([stopped] if rng.random() < 0.7 else [])]
     if kind == "storm":
         long = [0.0, *(rng.uniform(0.1, 60) for _ in range(2))]
         whats = ["kill", "reset", "reset", "freeze", "freeze", "cut", "leave", "vanish"]

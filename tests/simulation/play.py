@@ -9,7 +9,8 @@ from typing import Any
 
 from hetcoll.rendezvous import bootstrap, succession
 from hetcoll.rendezvous.protocol import exchanges
-from hetcoll.rendezvous.store import returns, server, tree
+from hetcoll.rendezvous.store import groups, returns, server, tree
+from hetcoll.rendezvous.store.group import Group
 
 from .engine import Links
 from .job import LONG, SUCCESSOR, Fault, Job, address, draw, new_address
@@ -19,6 +20,7 @@ from .rank import History, Rank
 from .verdict import judge
 
 _FEW, _FAN = exchanges.FEW, tree.FAN
+_finish_exchange = groups.Groups._finish_exchange
 _FOR_EVER = 100.0  # seconds that a stopped process is
 
 
@@ -133,6 +135,7 @@ def play(seed: int, only: str = "", trace: Callable[[str], None] | None = None) 
     bootstrap.PORTS = 3  # at which to look for the store again and again
     kernel = World.kernel = Kernel(seed, job.preempt, trace)
     cluster = Cluster(job, kernel)
+    _note_decisions(cluster.history)
     try:
         kernel.run(lambda: cluster.over, LONG)
     finally:
@@ -144,3 +147,14 @@ def play(seed: int, only: str = "", trace: Callable[[str], None] | None = None) 
         kernel.unwind(cluster.processes.values())
     problems = [*kernel.problems, *judge(job, cluster.history, cluster.at)]
     return Played(problems, decisions, digest, seconds)
+
+
+def _note_decisions(history: History) -> None:
+    """When a store finishes an exchange."""
+
+    def finish(store: groups.Groups, group: Group, tag: bytes, exchange: exchanges.Exchange) -> None:
+        _finish_exchange(store, group, tag, exchange)
+        if tag not in group.exchanges:
+            history.decided.setdefault((group.name, "exchange", tag), World.kernel.seconds)
+
+    groups.Groups._finish_exchange = finish  # type: ignore[method-assign,assignment]

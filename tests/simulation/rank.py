@@ -73,6 +73,8 @@ class History:
     """Newcomers that left, and came again, when; their goodbyes may be lost with a store."""
     times: dict[tuple[Any, str], float] = field(default_factory=dict)
     """When each was told an answer, or that it failed."""
+    decided: dict[Any, float] = field(default_factory=dict)
+    """When a store first knew the answer of an exchange, which who was stopped then hears much later."""
 
 
 class LeaveError(Exception):

@@ -16,6 +16,7 @@ FOUND = {
         *(94000056, 94000095),  # rank 0 woke and took some for dead that had gone elsewhere
         94002785,  # who was behind a relay that was stopped as well had gone, and the relay did not say so
         94001369,  # nothing was heard of one for no more than 9 s: it found the next store so soon
+        *(96216513, 99009052),  # the last answer was under way, and all who had it were lost to the others
     ),
     "cut": (
         *(69, 273),  # a store that gave up told its own rank to go on alone
@@ -67,6 +68,10 @@ FOUND = {
         91010161,  # a store ended before it had missed all who had gone on elsewhere, and its successor served the rest
         91163670,  # a successor woke when all whom it knew had ended, and did not know of those that came after them
         96130177,  # the same while it looked for another one
+    ),
+    "torn": (
+        *(99501195, 99501218),  # whom the store before had lost was taken for one of more than half
+        *(99501236, 99501288),  # those that fell silent found others that had yet to come, and were more than half
     ),
     "vanish": (
         *(663, 728),  # a successor passed by one that was about to notice

@@ -25,6 +25,7 @@ _SETTLED = 100.0  # seconds after which the parts of a job whose network was cut
 _FOLLOWED = 0.5  # seconds in which a store that takes another's place has successors
 _ORPHANED = 40.0  # in which who finds none gives up
 _UNDER_WAY = 1.0  # seconds that what was sent takes to come, at most
+_UNNOTICED = 7.0  # in which a store that is cut off decides what all had said before: see `Successors.doubts`
 _NOTICED = 15.0  # seconds between the first and the last whose silence is noticed
 _PASSED = 15.0  # in which others pass over who is stopped; if it wakes meanwhile, some come to it and some do not
 _NAMED_BEHIND = 45.0  # the same behind a relay that dies as well
@@ -97,22 +98,35 @@ def _one_after_another(
 
 def _nobody_could_tell(job: Job, history: History, key: tuple[Any, ...], name: str, gone: Mapping[str, float]) -> bool:
     """Whether an answer was under way when the store died, and with it or before it all who had it; or when the network
-    was cut, and all who had it are on the other side, and had no store any more when it was whole again, if it was by
-    then. Then this rank cannot know that there was one: it has nobody to ask, and sees what it would see if the store
-    had died just before. Nor can the others know that it did not come: whatever they sent to make sure would be the
-    last word in its turn, and may be lost."""
+    was cut or a process stopped, and all who had it were lost to the others, and were told nothing more. Then this rank
+    cannot know that there was one: it has nobody to ask, and sees what it would see if the store had died just before.
+    Nor can the others know that it did not come: whatever they sent to make sure would be the last word in its turn,
+    and may be lost."""
     times = {each: history.times[key, each] for each in history.answers[key]}
-    first, failed = min(times.values()), history.times[key, name]
+    first = _decided(history, key)
     for death in _deaths_of_stores(history, name, gone):
         if first > death - _UNDER_WAY and all(_went_with(history, each, death, gone) for each in times):
             return True
-    for began, _, side in history.cuts:
-        mended = min(until for _, until, _ in history.cuts if until > began)  # which ends all cuts
-        apart = all((_machine(job, each) in side) != (_machine(job, name) in side) for each in times)
-        parted = failed < mended or all(_over(history, each, gone) < mended for each in times)
-        if apart and began - _UNDER_WAY < first and parted:
-            return True
-    return False
+    begins = [each.at for each in job.faults if each.what in ("cut", "freeze")]
+    under_way = any(first - _UNNOTICED < began < first + _UNDER_WAY for began in begins)
+    return under_way and all(_left_behind(history, each, key, name) for each in times)
+
+
+def _left_behind(history: History, name: str, key: tuple[Any, ...], other: str) -> bool:
+    """Whether a rank that has an answer was lost to another one when that was told that it failed; and was told nothing
+    that was decided later."""
+    lost = any(
+        (group, history.places[group].get(event.rank)) == (key[0], name) and when <= history.times[key, other]
+        for when, group, event in history.news[other]
+        if isinstance(event, Lost)
+    )
+    told = [each for each, answers in history.answers.items() if name in answers]
+    return lost and max(_decided(history, each) for each in told) == _decided(history, key)
+
+
+def _decided(history: History, key: tuple[Any, ...]) -> float:
+    """When a store knew an answer, or the first rank did."""
+    return min([history.decided.get(key, 1e9), *(history.times[key, each] for each in history.answers[key])])
 
 
 def _went_with(history: History, name: str, death: float, gone: Mapping[str, float]) -> bool:
@@ -185,7 +199,7 @@ def _must(job: Job, history: History, gone: Mapping[str, float]) -> list[str]:
         late = any(when < begin + 1.0 for when in history.ended.values())
         few = 2 * len(ranks) <= job.size or job.newcomers
         return [] if late or few else ranks
-    return [] if job.kind in ("storm", "away") else ranks
+    return [] if job.kind in ("storm", "away", "torn") else ranks
 
 
 def _taken_in(history: History, before: float) -> set[str]:

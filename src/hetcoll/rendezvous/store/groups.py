@@ -61,7 +61,7 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
-        self.successors = successors = Successors(charge, self._after)
+        self.successors = successors = Successors(charge, self._after, certain=succeeds is None or succeeds.certain)
         self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow, successors.doubts)
         self._questions = Questions(self.rolls.find_current, self._groups, self._after, lambda: successors.told)
         self.returns = Returns(

@@ -90,6 +90,7 @@ class Returns:
         self._forget: Callable[[bytes], None] = lambda _: None
         self._complete = 0.0 if self.waits else math.inf  # all groups of up to so many ranks are, or were, known here
         self._came: set[Member] = set()
+        self._lost: set[Member] = set()  # at the store before: of these a quorum is not more than half
         self._begun = False
         self._held: list[Waiting] = []  # until it is sure
         self._timers: list[tuple[float, Callable[[], None]]] = []  # which begin then
@@ -119,6 +120,7 @@ class Returns:
         """A member is gone, and does not count where that is too early. A `silent` one may serve elsewhere."""
         if self.waits:
             self._came.discard(member)
+            self._lost.discard(member)
             self._before = self._before or silent
 
     @property
@@ -200,7 +202,7 @@ class Returns:
         if self._complete == 0 and not self._came:
             for most in (float(FEW), math.inf):
                 self._later(self._patience(most), partial(self._know, most))
-        if member.ranks:
+        if member.ranks and member not in self._lost:
             self._came.add(member)
 
     def _patience(self, size: float) -> float:
@@ -239,6 +241,8 @@ class Returns:
             why = f"it did not come to the job's new store within {seconds:.3g} s"
             self._later(seconds, lambda: self._miss(group, why))
         present = group.members.get(past.rank)
+        if group.gone.get(past.rank):
+            self._lose(member)
         if group.gone.get(past.rank) or group.size != past.size or not isinstance(present, Absent | None):
             self._leave_behind(member, past.name, past.rank)
             return group
@@ -263,6 +267,10 @@ class Returns:
         text = "its connection to the job's store was lost, and the others went on without it"
         member.send(Op.LOST, pack((name, U32.pack(rank), text.encode())))
 
+    def _lose(self, member: Member) -> None:
+        self._lost.add(member)
+        self._came.discard(member)
+
     def _merge(self, group: Group, past: Past) -> bool:
         """Whether others of the group have to hear of something."""
         news = bool(past.verdict) and group.verdict is None
@@ -275,6 +283,7 @@ class Returns:
                 self._part(other, group.name, reason)
             elif reason and rank != past.rank:
                 self._leave_behind(other, group.name, rank)
+                self._lose(other)
                 self._part(other, group.name, reason)
         known = len(group.answered)
         group.rolls = max(group.rolls, past.rolls)

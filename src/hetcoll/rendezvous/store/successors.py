@@ -27,10 +27,10 @@ After = Callable[[bytes, Callable[[], None]], None]
 
 
 class Successors:
-    """All members, and which of them are successors. `charge` is the body of STAND."""
+    """All members, and which of them are successors. `charge` is the body of STAND. `certain`: none before lives."""
 
-    def __init__(self, charge: bytes, after: After) -> None:
-        self._charge, self._after = charge, after
+    def __init__(self, charge: bytes, after: After, *, certain: bool = True) -> None:
+        self._charge, self._after, self._certain = charge, after, certain
         self.host_of: Callable[[Member], str] = lambda _: ""
         """On which host a member is, nothing: on the store's own."""
         self.reaches: Callable[[Member], bool] = lambda _: True
@@ -125,9 +125,10 @@ class Successors:
         if silent and counted:
             self._silent += 1
             self._after(F64.pack(SILENCES), self._forget_silence)
-            if self._begun and self._silent > len(self._firm):
-                count = self._silent + len(self._firm)
-                self.cut_off = f"{self._silent} of {count} processes fell silent, and may go on without this part"
+            away = self._silent + self._missing
+            if self._begun and away > len(self._firm):
+                count = away + len(self._firm)
+                self.cut_off = f"{away} of {count} processes fell silent, and may go on without this part"
 
     def doubts(self) -> bool:
         """Whether this store may give up soon: most fell silent, or cannot be reached now. Then others may decide what
@@ -136,10 +137,18 @@ class Successors:
         if not self._begun or now < self._sure_until:  # many may decide at every step
             return False
         here = sum(map(self.reaches, self._firm))
-        if self._silent + len(self._firm) - here > here:
+        away = self._silent + len(self._firm) - here
+        if away and away + self._missing > here:
             return True
         self._sure_until = now + _SURE
         return False
+
+    @property
+    def _missing(self) -> int:
+        """How many have yet to come from the store before. They find nobody without some of those that came."""
+        if self._certain:
+            return 0
+        return max(0, self._least - self._silent - sum(not self._members[each] for each in self._ranks))
 
     def _forget_silence(self) -> None:
         """If that one had gone on elsewhere, with more than half of the job, this store had given up by now."""

@@ -64,8 +64,8 @@ class Tree:
         self._missing: dict[bytes, float] = {}  # until when members, or children of lost relays, may come back
         self._asked = 0
         self._own = dict.fromkeys(Kind, 0)  # how many are connected to the store itself
-        self._recruit_at = self._looked = 0.0
-        self._late_until = 0.0
+        self._recruit_at = self._late_until = 0.0
+        self._looked = time.monotonic()
 
     def _host_of(self, member: Member) -> str:
         if not isinstance(member, Node) or member.entry.hosts:
@@ -93,6 +93,8 @@ class Tree:
                 self._give_up(self._nodes[token])
             else:
                 waits.append(until - now)
+        if now > self._looked + _AWAY:
+            self._late_until = now + SILENCE
         if self._relays:
             self._leave_silent(now)
             waits.append(_LOOKS_EVERY)
@@ -107,8 +109,6 @@ class Tree:
 
     def _leave_silent(self, now: float) -> None:
         """Relays that are stopped, as those behind them do, who count as elsewhere until they are back."""
-        if now > self._looked + _AWAY:
-            self._late_until = now + SILENCE
         late = now > self._looked + 2 * _LOOKS_EVERY  # what they said may be unread
         for relay in self._relays:
             if late:
@@ -286,7 +286,7 @@ class Tree:
     # Losing.
 
     def _is_late(self, now: float) -> bool:
-        """Whether what relays say may have come while this process was stopped."""
+        """Whether what relays say may have come while this process was stopped, and others served."""
         return now > self._looked + _AWAY or now < self._late_until
 
     def _lose(self, node: Node, reason: str, *, silent: bool = False) -> None:
@@ -326,7 +326,7 @@ class Tree:
     def _hear_of_death(self, token: bytes, reason: str, silent: bool) -> None:
         if (node := self._nodes.get(token)) is not None:
             self._lose(node, reason, silent=silent)
-        elif not silent:
+        elif not (silent or self._is_late(time.monotonic())):
             self._groups.hear_of_death(token)
 
     def _give_up(self, relay: Node) -> None:
