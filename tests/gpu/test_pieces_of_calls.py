@@ -1,4 +1,4 @@
-"""The pieces into which calls are cut: each fits a slot, however unequal the shares of the ranks are."""
+"""The steps that calls become: pieces fit a slot, however unequal shares are, and what a library does is one step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from hetcoll.calls import Call
-from hetcoll.gpu.planner import Choice, Mechanism
+from hetcoll.gpu.planner import Carrier, Choice, Mechanism
 from hetcoll.gpu.plans import GpuPlans, Made
 from hetcoll.plan.algorithms import find
 from hetcoll.plan.algorithms.islands import ISLANDS
-from hetcoll.plan.ir import Buf, Op, Step
+from hetcoll.plan.ir import Buf, Op, Span, Step
 from hetcoll.plan.topology import Islands
 from hetcoll.types import Collective, DType
 
@@ -82,3 +82,23 @@ def test_every_message_fits_a_slot_and_has_one_length(
 def test_what_a_library_does_alone_is_not_cut() -> None:
     each = made(gathered(DType.FLOAT32, [3_000_001, 1, 70_001], 1), 1, ((0, 1, 2),))
     assert each.plan.steps == ISLANDS[Collective.ALLGATHER].build(3, 1).steps
+
+
+@pytest.mark.parametrize(("sends", "recvs"), [(1, 2), (2, 1), (0, 1), (1, 0)])
+def test_messages_by_a_library_are_rows_of_one_step(sends: int, recvs: int) -> None:
+    """Of a row, what there is none of is None: all that is sent first, then all that is received."""
+    found: list[Made] = []
+    shared: Any = SimpleNamespace(islands=((0, 1),))
+    nothing: Any = None
+    plans = GpuPlans(0, 2, shared, SLOT, SimpleNamespace(bind=found.append), nothing, nothing)
+    plans.messages(DType.INT8, [(1, 5)] * sends, [(1, 5)] * recvs, lambda *_: Carrier.LIBRARY, apart=True)
+    (step,) = found[0].plan.steps
+    assert step.local is not None
+    rows = max(sends, recvs)
+    halves = [
+        part
+        for buf, count in ((Buf.SEND, sends), (Buf.RECV, recvs))
+        for row in range(rows)
+        for part in (None, Span(buf, row) if row < count else None)
+    ]
+    assert list(step.local.parts) == halves

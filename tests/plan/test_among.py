@@ -18,7 +18,7 @@ from topologies import any_groups, side_by_side
 from waits import Waits
 
 from hetcoll.errors import ArgumentError
-from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, Hosts, find, inp, out
 from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.islands import ISLANDS
@@ -205,6 +205,23 @@ def test_each_way_among_islands_has_such_an_order(kind: Collective) -> None:
         for made in (Cut((0, 1), 1, 1), Cut((0, 1, 4, 5), 2, 1)):
             found = [ordered(Frame(plan, entry, islands), made) for plan in whole]
             proved(found, pipelined(whole, *made[:2]), islands)
+
+
+def test_a_copy_in_the_lane_of_messages() -> None:
+    """Where an island is one rank, that copies its own part as the flat plan does; elsewhere the library has done it."""
+
+    def gather(p: Draft) -> None:
+        p.copy(0, out(p.rank), inp())
+        for step in range(1, p.size):
+            p.send(0, inp(), (p.rank + step) % p.size)
+        for step in range(1, p.size):
+            p.recv(1, out((p.rank - step) % p.size), (p.rank - step) % p.size)
+
+    entry = among(Algorithm("own", Collective.ALLGATHER, gather))
+    for islands in (side_by_side(2, 1), side_by_side(1, 3, 2)):
+        n = sum(map(len, islands))
+        whole, made = [entry.build(n, r, hosts=islands) for r in range(n)], Cut((0, 1, 3), 1, 1)
+        proved([ordered(Frame(plan, entry, islands), made) for plan in whole], pipelined(whole, *made[:2]), islands)
 
 
 def test_groups_that_cut_islands() -> None:
