@@ -208,7 +208,7 @@ def test_each_way_among_islands_has_such_an_order(kind: Collective) -> None:
 
 
 def test_a_copy_in_the_lane_of_messages() -> None:
-    """Where an island is one rank, that copies its own part as the flat plan does; elsewhere the library has done it."""
+    """Where an island is one rank, that copies its own part as the flat plan does; else the library has done it."""
 
     def gather(p: Draft) -> None:
         p.copy(0, out(p.rank), inp())
