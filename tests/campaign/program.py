@@ -284,13 +284,14 @@ def _step(rng: random.Random, what: str, size: int, types: Sequence[str]) -> Ste
     return Step(what, (some,))
 
 
-WIDER = {"experts": 4, "caches": 3, "layouts": 3, "pieces": 3, "ring": 1, "returned": 1, "trace": 0.5}
-ON_GPUS = ("experts", "caches", "pieces")
+WIDER = {"experts": 4, "caches": 3, "layouts": 3, "pieces": 3, "ring": 1, "returned": 1, "trace": 0.5, "beyond": 1}
+ON_GPUS = ("experts", "caches", "pieces", "layouts", "beyond")
+ON_HOSTS = [kind for kind in WIDER if kind != "beyond"]  # which takes a GPU
 
 
 def _widen(key: str, steps: tuple[Step, ...], size: int, devices: str) -> tuple[Step, ...]:
     """In a fifth of programs some steps are those of `wider` instead. All else about a seed stays as it is."""
-    rng, here = random.Random(key), WIDER if set(devices) == {"c"} else {kind: WIDER[kind] for kind in ON_GPUS}
+    rng, here = random.Random(key), {kind: WIDER[kind] for kind in (ON_HOSTS if set(devices) == {"c"} else ON_GPUS)}
     if rng.random() >= 0.2:
         return steps
     return tuple(_wider(rng, here, size, step) if rng.random() < 0.6 else step for step in steps)
@@ -311,6 +312,8 @@ def _wider(rng: random.Random, weights: dict[str, float], size: int, step: Step)
             return Step(what, (ranks[:senders], ranks[senders:], seed, rng.random() < 0.2))
         case "layouts":
             return Step(what, (seed, rng.randint(1, 4), rng.random() < 0.5))
+        case "beyond":
+            return Step(what, (seed, rng.choice((1, 100, 3000))))
         case "pieces":
             return Step(what, (seed, rng.choice((1, 100, 3000))))
         case "returned":

@@ -18,10 +18,9 @@ from on_gpu import OnGpu
 from reference import Case
 
 import hetcoll
-from hetcoll import CommunicationError, PeerLostError
 
 from .program import Step, draw_steps, values
-from .wider import WIDER
+from .wider import WIDER, of_part
 
 SECONDS = 20.0  # for what waits for ranks that hear of a failure later
 
@@ -128,18 +127,6 @@ def split(comm: hetcoll.Communicator, colors: list[int | None], backwards: bool,
     with of_part(members), part:
         for step in draw_steps(random.Random(f"{seed} {color}"), part.size, "c", 3, part=True):
             run(part, step)
-
-
-@contextlib.contextmanager
-def of_part(members: Sequence[int]) -> Iterator[None]:
-    """Notes on errors that they are those of a part, and names ranks as the whole does."""
-    try:
-        yield
-    except CommunicationError as error:
-        error.add_note("in a part")
-        if isinstance(error, PeerLostError):
-            error.rank = members[error.rank]
-        raise
 
 
 def hurry(comm: hetcoll.Communicator, seconds: float) -> None:

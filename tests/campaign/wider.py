@@ -15,6 +15,7 @@ import numpy as np
 from blocks import random_layout, values
 from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check_with, check_with_few
 from gpu_kinds import Own, device_of, has_gpu
+from viewed_gpu import fetched, viewed
 
 import hetcoll
 from hetcoll.experts import Experts, LowLatencyExperts
@@ -38,6 +39,18 @@ def closing_last(comm: hetcoll.Communicator) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def of_part(members: Sequence[int]) -> Iterator[None]:
+    """Notes on errors that they are those of a part, and names ranks as the whole does."""
+    try:
+        yield
+    except hetcoll.CommunicationError as error:
+        error.add_note("in a part")
+        if isinstance(error, hetcoll.PeerLostError):
+            error.rank = members[error.rank]
+        raise
+
+
 def experts(comm: hetcoll.Communicator, few: bool, seed: int, dtype: str, fp8: bool, turns: int) -> None:
     """Any routing, ranks without tokens too. All dispatches of a turn end before the next one."""
     kind, check = (LowLatencyExperts, check_with_few) if few else (Experts, check_with)
@@ -57,19 +70,58 @@ def experts(comm: hetcoll.Communicator, few: bool, seed: int, dtype: str, fp8: b
 
 
 def layouts(comm: hetcoll.Communicator, seed: int, arrays: int, into: bool) -> None:
-    """From any layout to any, over ranks of which some hold nothing."""
+    """From any layout to any, over ranks of which some hold nothing, and of which each may have a GPU."""
     rng, items, wanted = np.random.default_rng(seed), [], []
     for number in range(arrays):
         shape = tuple(map(int, rng.integers(0, rng.choice((5, 60)), rng.integers(0, 4))))
         source, target = (random_layout(rng, shape, comm.size) for _ in range(2))
         dtype = str(rng.choice(("int16", "float32", "float64")))
-        held = values(number, source, dtype).get(comm.rank, np.empty(0, dtype)).copy()
-        wanted.append(values(number, target, dtype).get(comm.rank, np.empty(0, dtype)))
-        items.append(Item(held, source, target, np.zeros_like(wanted[-1], order="C") if into else None))
-    before = [item.array.tobytes() for item in items]
-    for found, right in zip(reshard(comm._core, lambda: items), wanted, strict=True):
-        assert (found.dtype, found.shape, found.tobytes()) == (right.dtype, right.shape, right.tobytes())
-    assert before == [item.array.tobytes() for item in items], "a source was written"
+        held, right = (values(number, each, dtype).get(comm.rank, np.empty(0, dtype)) for each in (source, target))
+        out = viewed(comm, np.zeros_like(right, order="C")) if into else None
+        items.append((Item(viewed(comm, held), source, target, out), held))
+        wanted.append(right)
+    found = [fetched(each) for each in reshard(comm._core, lambda: [item for item, _ in items])]
+    if comm.error is not None:  # then streams go on without the data, and the next call says why
+        comm.barrier()
+    for got, right in zip(found, wanted, strict=True):
+        assert (got.dtype, got.shape, got.tobytes()) == (right.dtype, right.shape, right.tobytes())
+    assert all(fetched(item.array).tobytes() == held.tobytes() for item, held in items), "a source was written"
+
+
+def beyond(comm: hetcoll.Communicator, seed: int, most: int) -> None:
+    """A GPU says that a put has more than its bound. That ends what is one-sided in a communicator of the same ranks:
+    each of them is told the count, and nothing is written."""
+    told = [rank.rank for rank in comm.topology.ranks if rank.wish in ("cuda", "hip")]
+    part = comm.split(0)
+    assert part is not None
+    if not told:  # those who had one are gone
+        part.close()
+        return
+    rng = np.random.default_rng(seed)
+    who, peer = int(rng.choice(told)), int(rng.integers(comm.size))
+    count = int(rng.choice((most + 1, most + int(rng.integers(2, 1 << 40)), -int(rng.integers(1, 1 << 40)))))
+    stream = device_of(comm).stream() if comm.rank == who else None
+    mine, src = Own(comm, np.zeros(most, np.float64)), Own(comm, np.ones(most))
+    try:
+        with of_part(range(comm.size)), part:
+            with closing_last(part), part.window(mine.array, signals=1) as window:
+                part.barrier()
+                try:
+                    if comm.rank == who:
+                        window.put(src.array, peer, signal=0, late=np.array([count]), stream=stream)
+                    else:
+                        window.wait_signal(0)
+                except hetcoll.CommunicationError as error:
+                    said = f"a put to rank {peer}: its late count is {count}, and {most} was the most"
+                    if type(error) is not hetcoll.CommunicationError or said not in str(error):
+                        raise
+                else:
+                    raise AssertionError("a count that is too large was not refused")
+            part.barrier()  # there is an end of what is one-sided alone
+        assert (mine.get() == 0).all(), "something was put"
+    finally:
+        if stream is not None:
+            device_of(comm).destroy_stream(stream)
 
 
 def caches(
@@ -234,5 +286,5 @@ def trace(comm: hetcoll.Communicator, who: int) -> None:
 
 
 WIDER: dict[str, Callable[..., None]] = {
-    each.__name__: each for each in (experts, layouts, caches, pieces, ring, returned, trace)
+    each.__name__: each for each in (experts, layouts, beyond, caches, pieces, ring, returned, trace)
 }

@@ -148,6 +148,9 @@ MISTAKES: dict[str, Mistake] = {
     "reduce_scatter op where recvbuf is": (
         BufferTypeError, "got ReduceOp.MAX; write op=ReduceOp.MAX", lambda c: c.reduce_scatter(new(), ReduceOp.MAX)
     ),
+    "reduce_scatterv op where recvbuf is": (
+        BufferTypeError, "got 'max'; write op='max'", lambda c: c.reduce_scatterv(new(), "max", counts=[1] * c.size)
+    ),
     "no receiver": (BufferTypeError, "recvbuf: wanted an array", lambda c: c.allgather(new(), 3)),
     "strided": (BufferTypeError, "sendbuf: wanted a C-contiguous", lambda c: c.allreduce(new(2)[::2])),
     "read-only": (BufferTypeError, "sendbuf: wanted a writable array", lambda c: c.allreduce(read_only())),

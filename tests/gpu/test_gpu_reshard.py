@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from blocks import values
-from gpu_kinds import device_of, has_gpu, start
+from gpu_kinds import start
 from thorough import parametrize
+from viewed_gpu import fetched, viewed
 
 import hetcoll
-from hetcoll.calls.buffers import Buffer
 from hetcoll.errors import ArgumentError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.plan.layout import Layout
@@ -25,63 +22,18 @@ from hetcoll.vendors.devices import cuda
 pytestmark = pytest.mark.fakes
 
 
-class OnGpu:
-    """An array on a fake GPU with what `hetcoll.runtime.reshard` asks of PyTorch's and CuPy's: blocks by index that are
-    views, and copies between them behind what the device has to do."""
-
-    def __init__(self, memory: DeviceArray, view: np.ndarray[Any, Any] | None = None) -> None:
-        self._memory, self._view = memory, _view(memory) if view is None else view
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._view.shape
-
-    def new_empty(self, shape: tuple[int, ...]) -> OnGpu:
-        return OnGpu(self._memory.new_empty(shape))
-
-    def reshape(self, *shape: Any) -> OnGpu:
-        made = self._view.reshape(*shape)
-        assert np.shares_memory(made, self._view) or not made.size, "a copy would be written in place of the array"
-        return OnGpu(self._memory, made)
-
-    def __getitem__(self, where: Any) -> OnGpu:
-        return OnGpu(self._memory, self._view[where])
-
-    def __setitem__(self, where: Any, values: OnGpu) -> None:
-        self._memory.device.synchronize()
-        self._view[where] = values._view
-
-    def get(self) -> np.ndarray[Any, Any]:
-        self._memory.device.synchronize()
-        return self._view.copy()
-
-    def __hetcoll_buffer__(self) -> Buffer:
-        assert self._view.flags.c_contiguous
-        found = self._memory.buffer()
-        return replace(found, ptr=self._view.ctypes.data, count=self._view.size, owner=self)
-
-
-def _view(memory: DeviceArray) -> np.ndarray[Any, Any]:
-    raw = (ctypes.c_uint8 * memory.nbytes).from_address(memory.ptr)
-    return np.frombuffer(raw, memory.dtype, memory.size).reshape(memory.shape)
-
-
-def own(comm: hetcoll.Communicator, array: np.ndarray[Any, Any]) -> Any:
-    return OnGpu(DeviceArray.of(device_of(comm), array)) if has_gpu(comm) else array.copy()
-
-
 def move(comm: hetcoll.Communicator, pairs: list[tuple[Layout, Layout]], dtypes: list[str], kept: bool) -> None:
     """All at once, twice; `kept`: into arrays that are given."""
     rank, items, wanted = comm.rank, [], []
     for number, ((source, target), dtype) in enumerate(zip(pairs, dtypes, strict=True)):
         nothing = np.empty(0, dtype)
         right = values(number, target, dtype).get(rank, nothing)
-        out = own(comm, np.zeros_like(right, order="C")) if kept else None
-        items.append(Item(own(comm, values(number, source, dtype).get(rank, nothing)), source, target, out))
+        out = viewed(comm, np.zeros_like(right, order="C")) if kept else None
+        items.append(Item(viewed(comm, values(number, source, dtype).get(rank, nothing)), source, target, out))
         wanted.append(right)
     for _ in range(2):
         for found, right in zip(reshard(comm._core, lambda: items), wanted, strict=True):
-            np.testing.assert_array_equal(found.get() if has_gpu(comm) else found, right)
+            np.testing.assert_array_equal(fetched(found), right)
 
 
 def move_all(comm: hetcoll.Communicator) -> None:
@@ -138,9 +90,9 @@ def move_float8(comm: hetcoll.Communicator, kinds: str) -> None:
     for rows in (10, 1500):
         source, target = (Layout((rows, 700), every, (comm.size,), (dim,)) for dim in (0, 1))
         mine, right = ((values(0, each)[comm.rank] % 16).astype(np.float32).astype(kind) for each in (source, target))
-        items = [Item(own(comm, mine), source, target)]
+        items = [Item(viewed(comm, mine), source, target)]
         found = reshard(comm._core, partial(list, items))[0]
-        np.testing.assert_array_equal(found.get() if has_gpu(comm) else found, right)
+        np.testing.assert_array_equal(fetched(found), right)
 
 
 @pytest.mark.parametrize("kinds", ["nnaa", "nac"])

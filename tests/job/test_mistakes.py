@@ -49,6 +49,14 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda c: c.allgatherv(f32(1), f32(c.size), [1] * c.size),
         lambda c: c.allgatherv(f32(1 + (c.rank == 0)), f32(c.size + 1), [2] + [1] * (c.size - 1)),
     ),
+    "counts of allgatherv, as many in all": (
+        lambda c: c.allgatherv(f32(1 + (c.rank == 0)), f32(c.size + 1), [2] + [1] * (c.size - 1)),
+        lambda c: c.allgatherv(f32(1 + (c.rank == c.size - 1)), f32(c.size + 1), [1] * (c.size - 1) + [2]),
+    ),
+    "counts of reduce_scatterv, as many in all": (
+        lambda c: c.reduce_scatterv(f32(c.size + 1), f32(1 + (c.rank == 0)), counts=[2] + [1] * (c.size - 1)),
+        lambda c: c.reduce_scatterv(f32(c.size + 1), f32(1 + (c.rank == c.size - 1)), counts=[1] * (c.size - 1) + [2]),
+    ),
     "alltoall": (
         lambda c: c.alltoall(f32(c.size), f32(c.size)),
         lambda c: c.alltoall(f32(2 * c.size), f32(2 * c.size)),

@@ -98,6 +98,8 @@ def test_who_waits_in_a_receive_says_nothing(launch: Launch, tmp_path: Path) -> 
 def trace(comm: hetcoll.Communicator, path: str) -> None:
     for count in (10, 20, 30):
         comm.allreduce(f32(count))
+    sent, got = f32(2 + comm.rank), f32(2 + (comm.rank - 1) % comm.size)
+    comm.sendrecv(sent, (comm.rank + 1) % comm.size, got, (comm.rank - 1) % comm.size)
     comm.barrier()  # a call that has not ended is none of the trace's
     if comm.rank == 1:
         comm.trace(path)
@@ -118,6 +120,8 @@ def test_a_trace_has_all_ranks_on_one_clock(launch: Launch, tmp_path: Path, host
         assert all(event["args"]["bytes"] == 4 * count for event in alike)
         # None ends before all have begun: that is so on one clock alone.
         assert min(event["ts"] + event["dur"] for event in alike) >= max(event["ts"] for event in alike)
+    both = [event for event in document["traceEvents"] if event["ph"] == "X" and event["name"].startswith("send")]
+    assert {event["pid"]: event["args"]["bytes"] for event in both} == {0: 16, 1: 12, 2: 16}  # the larger of the two
     assert document["otherData"]["silent_ranks"] == []
 
 

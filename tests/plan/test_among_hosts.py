@@ -247,6 +247,28 @@ def test_an_algorithm_with_levels_draws_them_itself(monkeypatch: pytest.MonkeyPa
     assert choose(Collective.ALLREDUCE, 1 << 20, cluster(4)).name != "own"
 
 
+def test_what_is_sent_first_may_lie_within_what_is_sent_next() -> None:
+    """The third host is sent all while the second has the middle only."""
+
+    def middle_first(p: Draft) -> None:
+        p.units = 3
+        second, third = ((p.root + step) % p.size for step in (1, 2))
+        if p.rank == p.root:
+            for unit in (1, 0, 2):
+                p.send(0, inp(unit), second)
+                if unit == 1:
+                    p.send(1, inp(0, 3), third)
+        elif p.rank == second:
+            for unit in (1, 0, 2):
+                p.recv(0, out(unit), p.root)
+        else:
+            p.recv(0, out(0, 3), p.root)
+
+    for hosts in (side_by_side(2, 2, 2), side_by_side(1, 2, 3)):
+        for root in (0, 5):
+            check(build(Algorithm("middle", Collective.BROADCAST, middle_first), hosts, False, root=root))
+
+
 def test_what_is_asked_for_runs_among_as_many_hosts() -> None:
     assert choose(Collective.ALLGATHER, 8, cluster(3, 3), "doubling").name == "doubling"
     with pytest.raises(ArgumentError, match="allgather by doubling does not support 3 hosts"):

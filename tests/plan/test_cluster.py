@@ -184,6 +184,22 @@ def test_a_wrong_file_names_the_line_and_what_was_wanted(old: str, new: str, com
     assert complaint in str(caught.value)
 
 
+def test_places_of_islands_are_in_any_order_and_hosts_are_counted_by_kind() -> None:
+    more = """
+[[hosts]]
+name = "pair"
+count = 2
+ranks = 2
+cores = 8
+nic = "1 GB/s"
+vendor = "cuda"
+islands = "1,0"
+"""
+    found = read(PLAIN + more, "more.toml")
+    assert [found.name(host) for host in (0, 5, 6, 7)] == ["node/0", "node/5", "pair/0", "pair/1"]
+    assert found.islands[-1] == (15, 14)
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

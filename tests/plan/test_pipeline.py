@@ -89,6 +89,8 @@ def test_what_cannot_be_cut_is_refused() -> None:
             pipelined(plans, cuts)
     with pytest.raises(ArgumentError, match="wanted at least one part"):
         ramp(0, 1)
+    with pytest.raises(ArgumentError, match="one in a piece, got 3 and 0"):
+        ramp(3, 0)
     with pytest.raises(ArgumentError, match="a piece of 100 bytes does not hold 1 units of 128 bytes"):
         parts(Lengths.of(plans), 1 << 20, 100, 128)
 

@@ -137,6 +137,9 @@ def test_small_arrays_come_from_whoever_has_least_to_send() -> None:
     replicas, one = Layout((100,), (0, 1, 2, 3), (4,), (None,)), Layout((100,), (4,), (1,), (0,))
     edges = sent_by((Move(replicas, one, DType.FLOAT32),) * 8, 5, 0)
     assert edges == {(source, 4): 2 * 400 for source in range(4)}
+    kinds = (DType.FLOAT64, DType.INT8, DType.INT8, DType.INT8)  # by bytes
+    few = tuple(Move(Layout((100,), (0, 1), (2,), (None,)), Layout((100,), (2,), (), ()), kind) for kind in kinds)
+    assert sent_by(few, 3, 0) == {(0, 2): 800, (1, 2): 300}
 
 
 def test_more_ranks_than_hold_a_block_pass_it_on() -> None:
@@ -145,6 +148,12 @@ def test_more_ranks_than_hold_a_block_pass_it_on() -> None:
     moves, part = (Move(trainer, servers, DType.FLOAT32),), 4096 * 256
     assert sent_by(moves, 5, 0) == {(0, target): part for target in range(1, 5)}
     assert sent_by(moves, 5, 1) == {(a, b): part for a, b in product(range(1, 5), repeat=2) if a != b}
+
+
+def test_a_part_is_of_a_dimension_that_is_long_enough() -> None:
+    """Two rows are no four parts."""
+    trainer, servers = Layout((2, 1 << 19), (0,), (1,), (0,)), Layout((2, 1 << 19), (1, 2, 3, 4), (4,), (None,))
+    assert sent_by((Move(trainer, servers, DType.FLOAT32),), 5, 0) == {(0, target): 1 << 20 for target in range(1, 5)}
 
 
 def test_what_is_there_already_is_not_sent() -> None:
@@ -182,3 +191,12 @@ def test_shapes() -> None:
 def test_layouts_that_there_are_not(ranks: Any, mesh: Any, cuts: Any, error: str) -> None:
     with pytest.raises(ArgumentError, match=error):
         Layout((5, 3), ranks, mesh, cuts)
+
+
+def test_an_order_is_of_the_dimensions_of_the_mesh_and_is_told() -> None:
+    for order in ((0,), (0, 0), (1, 2)):
+        with pytest.raises(ArgumentError, match=r"order: wanted each dimension of the mesh once, got \("):
+            Layout((4, 4), (0, 1), (2, 1), (0, 1), order)
+    told = "(4, 4) over ranks (0, 1) as (2, 1): [Shard(0), Replicate()]"
+    assert str(Layout((4, 4), (0, 1), (2, 1), (0, None))) == told
+    assert str(Layout((4, 4), (0, 1), (2, 1), (0, None), (1, 0))) == f"{told} in the order (1, 0)"

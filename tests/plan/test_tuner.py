@@ -417,3 +417,9 @@ def test_the_choice_for_a_thousand_ranks_binds(hosts: int) -> None:
                         counts = each * plan.send_units, each * plan.recv_units
                         steps, _ = _native.bind_plan(plan.encode(), n, DType.FLOAT32, *counts)
                         assert steps == len(plan.steps)
+
+
+def test_only_what_is_able_is_chosen() -> None:
+    assert table(Collective.ALLREDUCE, cluster(4), able=lambda entry: entry.name == "ring") == [(UNLIMITED, "ring")]
+    with pytest.raises(ArgumentError, match="no algorithm for allreduce among 4 ranks states its cost"):
+        table(Collective.ALLREDUCE, cluster(4), able=lambda _: False)

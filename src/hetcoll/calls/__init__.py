@@ -58,19 +58,11 @@ class Call:
         """Elements of RECV as the plan sees it: the root's, where only the root has that buffer."""
         return self.nbytes // self.dtype.itemsize if self.recv is None else self.recv.count
 
-    def counts(self, size: int) -> tuple[int, int]:
-        """Elements of the two buffers, on the ranks that lack one as well: plans are cut alike everywhere."""
-        send = -1 if self.send is None else self.send.count
-        recv = -1 if self.recv is None else self.recv.count
-        if self.collective is Collective.GATHER:
-            return send, send * size
-        if self.collective is Collective.SCATTER:
-            return recv * size, recv
-        return max(send, 0), recv if recv >= 0 else max(send, 0)
-
     def shares(self, size: int) -> tuple[list[int], list[int]]:
-        """The parts by rank that SEND and RECV consist of, in elements; one part where they are not cut by rank."""
-        send, recv = self.counts(size)
+        """The parts by rank that SEND and RECV consist of, in elements; one part where they are not cut by rank. On the
+        ranks that lack a buffer as well: plans are cut alike everywhere."""
+        send = 0 if self.send is None else self.send.count
+        recv = send if self.recv is None else self.recv.count
         match self.collective.plain:
             case Collective.ALLGATHER | Collective.GATHER:
                 return [send], [b - a for a, b in pairwise(self.recv_table)] or [send] * size

@@ -116,7 +116,7 @@ class GpuPlans(Generic[S]):
             bool(call.compress),
         )
         frame = self._bases.get_or(key, lambda: self._base(call, choice))
-        made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, frame.lengths, item)
+        made = cut(call.nbytes, item * max(*shares[0], *shares[1]), self._slot_bytes, frame.lengths)
         if len(islands) == 1:
             made = made._replace(at=(0, 1))
         plan, order, rise = self._drawn.get_or((*key, made), lambda: ordered(frame, made))

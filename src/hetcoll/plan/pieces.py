@@ -101,10 +101,10 @@ def message_pieces(nbytes: int, slot: int) -> tuple[int, int]:
     return min(_MOST_SMALLEST, largest), largest
 
 
-def cut(nbytes: int, share: int, slot: int, lengths: Lengths, item: int = 1) -> Cut:
-    """Of a collective whose larger buffer has `nbytes` bytes, its longest share `share`, elements `item`."""
+def cut(nbytes: int, share: int, slot: int, lengths: Lengths) -> Cut:
+    """Of a collective whose larger buffer has `nbytes` bytes, its longest share `share`."""
     smallest, largest = piece_bytes(nbytes, slot)
-    length, equal = parts(lengths, share, smallest, max(1, GRAIN // item) * item)
+    length, equal = parts(lengths, share, smallest, GRAIN)
     most = largest // smallest
     return Cut(ramp(length, most * LOCAL_MESSAGES if lengths.local else most), most, equal)
 

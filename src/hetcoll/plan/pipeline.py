@@ -103,11 +103,11 @@ def in_pieces(plan: Plan, cuts: Sequence[int], most: int, longest: int) -> Piece
 
 def longest_message(plans: Sequence[Plan]) -> int:
     """Units of the longest message, of which shares go one by one."""
-    longest = 0
+    longest = 1
     for columns in (plan.columns for plan in plans):
         counts = np.where(columns.src[0] < 0, columns.dst[2], columns.src[2])[columns.peer >= 0]
         longest = max(longest, int(counts.max(initial=0)))
-    return min(share_units(plans[0]), longest or 1)
+    return min(share_units(plans[0]), longest)
 
 
 class _Shared:
