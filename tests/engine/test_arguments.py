@@ -142,6 +142,12 @@ MISTAKES: dict[str, Mistake] = {
         BufferTypeError, "buf: this Array has no memory: its address is 0",
         lambda c: c.broadcast(dlpack_arrays.Array(kind=1, address=8)),  # of which 8 are the offset
     ),
+    "reduce op where recvbuf is": (
+        BufferTypeError, "got 'max'; write op='max'", lambda c: c.reduce(new(), "max")
+    ),
+    "reduce number where recvbuf is": (
+        BufferTypeError, "recvbuf: wanted an array or None", lambda c: c.reduce(new(), ReduceOp.MAX)
+    ),
     "allreduce op where recvbuf is": (
         BufferTypeError, "got 'max'; write op='max'", lambda c: c.allreduce(new(), "max")
     ),
