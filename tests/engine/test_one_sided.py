@@ -161,6 +161,34 @@ def close_windows(comm: hetcoll.Communicator, config: dict[str, Any]) -> int:
     return comm.counters()["window_refused"]
 
 
+def close_again(comm: hetcoll.Communicator) -> None:
+    """A close that gave up has not given the memory back: the next one does, or says so again."""
+    window = comm.window(np.zeros(8))
+    side, busy = window._side, [True, True, False]
+
+    def settle(number: int) -> None:
+        if busy.pop(0):
+            raise CollectiveTimeoutError("the GPU has not ended copies of the window")
+
+    side.devices.__dict__["settle"] = settle
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeoutError, match="has not ended copies"):
+            window.close()
+        with pytest.raises(ClosedError, match="this window was closed"):
+            window.put(np.zeros(1), 0)
+        assert window._number in side._windows, "its memory is kept"
+    window.close()
+    assert not busy
+    assert window._number not in side._windows
+    window.close()
+    del side.devices.__dict__["settle"]
+    comm.barrier()
+
+
+def test_a_close_that_gave_up_is_made_good(pool: Pool) -> None:
+    pool(2).run(close_again)
+
+
 @TRANSPORTS
 def test_closed_windows_refuse(pool: Pool, transport: str) -> None:
     found = pool(2).run(close_windows, {} if transport == "auto" else {"transport": transport})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -55,6 +56,8 @@ class Window:
         self._side, self._number, self._exposed = side, number, exposed
         self.dtype, self.mapped = dtype, mapped
         self.closed = False
+        self._given_back = False
+        self._closing = threading.Lock()
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -143,14 +146,16 @@ class Window:
 
     def close(self) -> None:
         """Take this rank's memory back. Local. When it returns nothing touches the memory any more: what comes later is
-        refused, counted, and a `ClosedError` for who sent it. More than once is fine.
+        refused, counted, and a `ClosedError` for who sent it. More than once is fine, also after an error.
 
         On a GPU it waits for the copies under way, and for collectives called before that read the window;
         `CollectiveTimeoutError` after the communicator's timeout, where other streams or ranks hold them up.
         """
-        if not self.closed:
-            self.closed = True
-            self._side.close_window(self._number)
+        self.closed = True
+        with self._closing:
+            if not self._given_back:
+                self._side.close_window(self._number)
+                self._given_back = True
 
     def __enter__(self) -> Self:
         return self
