@@ -162,8 +162,8 @@ void ClosingUnderOwnDevice() {
     Bytes window = Pattern(4096, 1), other = Pattern(4096, 2);
     const Bytes put = other, got = window;
     Serve(e, window);
-    const auto work = gets ? Get(e, 0, other, {{0, 0, 4096}}, {true, nullptr})
-                           : Put(e, 0, other, {{0, 0, 4096}}, 0, {true, nullptr});
+    const auto work =
+        gets ? Get(e, 0, other, {{0, 0, 4096}}, {true, nullptr}) : Put(e, 0, other, {{0, 0, 4096}}, 0, {true, nullptr});
     CHECK(Close(e), "settled");
     const Bytes closed = window;
     std::fill(window.begin(), window.end(), std::byte{7});  // whose it is again

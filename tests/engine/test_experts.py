@@ -218,7 +218,8 @@ def test_what_one_rank_is_refused_no_other_counts(pool: Pool) -> None:
 def other_layouts(comm: hetcoll.Communicator) -> None:
     """Those of other experts, which may have had more tokens, or others of them."""
     x, ids = np.ones((3, 4), np.float32), np.zeros((3, 1), np.int32)
-    for kind in (Experts, LowLatencyExperts):
+    forms: tuple[Any, ...] = (Experts, LowLatencyExperts)
+    for kind in forms:
         large, small = kind(comm, comm.size, 4, "float32", 3, 1), kind(comm, comm.size, 4, "float32", 1, 1)
         of_large, of_small = large.dispatch(x, ids), small.dispatch(x[:1], ids[:1])
         with pytest.raises(ArgumentError, match="layout: wanted "):

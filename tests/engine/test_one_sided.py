@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +161,25 @@ def close_windows(comm: hetcoll.Communicator, config: dict[str, Any]) -> int:
     window.close()
     other.close()
     return comm.counters()["window_refused"]
+
+
+def let_go(comm: hetcoll.Communicator) -> None:
+    """What a call that is over was given is the program's alone: also of the last one."""
+    with comm.window(np.zeros(8)) as window:
+        for waits_later in (False, True):
+            for call in (window.put, window.get):
+                array = np.ones(8)
+                alive = weakref.ref(array)
+                work = call(array, 1 - comm.rank, async_op=waits_later)
+                work.wait()
+                del array, work
+                gc.collect()
+                assert alive() is None, f"{call.__name__}, {waits_later}"
+        comm.barrier()
+
+
+def test_memory_of_calls_that_are_over_is_let_go(pool: Pool) -> None:
+    pool(2).run(let_go)
 
 
 def close_again(comm: hetcoll.Communicator) -> None:
