@@ -57,7 +57,7 @@ class Window:
         self.dtype, self.mapped = dtype, mapped
         self.closed = False
         self._given_back = False
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close it, too
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -218,6 +218,8 @@ def _check_late(late: Any, src: Buffer, pieces: int, stream: Any) -> Buffer:
     if (word.dtype, word.count, word.device) != (DType.INT64, 1, "cpu"):
         got = f"{word.count} of {word.dtype.label} on {word.place}"
         raise BufferTypeError(f"late: wanted one int64 in memory of the host, got {got}")
+    if word.ptr % word.nbytes:  # what is written to it would not be read as one
+        raise BufferTypeError(f"late: wanted one int64 at a multiple of 8 bytes, got one at {word.ptr:#x}")
     if src.device == "cpu" and stream is None:
         raise ArgumentError("stream: wanted that of the GPU that fills src, which is memory of the host, got None")
     if pieces != 1:
