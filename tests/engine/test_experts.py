@@ -201,6 +201,8 @@ def mistakes_of_one_rank(comm: hetcoll.Communicator) -> None:
                 few.dispatch(2 * x, ids)
             with pytest.raises(ArgumentError, match="wanted sends and receives only, got experts"):
                 few.combine(received, layout)
+        with pytest.raises(ArgumentError, match="out: wanted memory apart from expert_out"):
+            few.combine(received, layout, out=received[0, :1])
     assert (few.combine(received, layout) == 1).all()
     comm.barrier()
     assert isinstance(few._few, HostFew)

@@ -104,6 +104,8 @@ class LowLatencyExperts(Common):
         if (into.dtype, into.place, into.count) != (self.dtype, source.place, layout._tokens * self.hidden):
             wanted = f"{layout._tokens * self.hidden} elements of {self.dtype.label} on {source.place}"
             raise BufferTypeError(f"out: wanted {wanted}, got {into.count} of {into.dtype.label} on {into.place}")
+        if into.nbytes and into.overlaps(source):  # of several rounds the first ones would write what others read
+            raise ArgumentError("out: wanted memory apart from expert_out")
         with self._running(refuses=True):
             few.combine(source, weights, into, layout._tokens, handle, timeout)
         return result
