@@ -163,6 +163,26 @@ def close_windows(comm: hetcoll.Communicator, config: dict[str, Any]) -> int:
     return comm.counters()["window_refused"]
 
 
+def open_in_a_group(comm: hetcoll.Communicator) -> None:
+    """Rank 0 is refused a window that the others never hear of. The next one is the same on all ranks."""
+    refused, mine = np.zeros(4), np.zeros(4)
+    with comm.window(np.zeros(1)):
+        if comm.rank == 0:
+            with comm.group(), pytest.raises(ArgumentError, match=r"wanted sends and receives only, got window\(\)"):
+                comm.window(refused)
+        with comm.window(mine) as window:
+            window.put(np.ones(4), 1 - comm.rank, signal=0)
+            comm.barrier()
+            assert not refused.any(), "what was put came to another window"
+            assert mine.all()
+            assert window.signal() == 1
+            comm.barrier()
+
+
+def test_a_window_that_is_refused_has_no_number(pool: Pool) -> None:
+    pool(2).run(open_in_a_group)
+
+
 def let_go(comm: hetcoll.Communicator) -> None:
     """What a call that is over was given is the program's alone: also of the last one."""
     with comm.window(np.zeros(8)) as window:

@@ -230,6 +230,7 @@ def _check_late(late: Any, src: Buffer, pieces: int, stream: Any) -> Buffer:
 def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeout: float | None) -> Window:
     """See `Communicator.window`. `make` gives the communicator that is to carry the messages."""
     parent.host.check_usable()
+    parent.check_outside_group(lambda: "window()")  # it takes a number, as on all ranks
     buffer = None if buf is None else read_buffer(buf, "buf", writable=True)
     if not 0 <= (own := check_int(signals, "signals")) <= MOST_PIECES:
         raise ArgumentError(f"signals: wanted 0 to {MOST_PIECES}, got {own}")
