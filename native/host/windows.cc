@@ -46,7 +46,7 @@ void Windows::Close(std::uint32_t id) {
   for (const Window::Expected& e : window->expected) End(*e.transfer, Refusal::kClosed);
   window->expected.clear();
   Release(*window);
-  if (window->device) return CloseDevice(id, *window);
+  if (device_ != nullptr) return CloseDevice(id, *window);  // it copies for its own rank from and to the host's, too
   KeepAnswers(id);
 }
 

@@ -332,7 +332,7 @@ void Windows::HasGivenBack(Peer& peer) {
 bool Windows::Settled(std::uint32_t id) {
   const auto found = windows_.find(id);
   if (std::any_of(peers_.begin(), peers_.end(), [&](const Peer& peer) { return IsUsed(peer, id); })) return false;
-  if (found == windows_.end() || !found->second.device) return true;
+  if (found == windows_.end() || device_ == nullptr) return true;
   // Whoever was told to read it, or is allowed to; and what this rank reads of the others' parts.
   const auto of_it = [&](const auto& transfer) { return transfer->window == id; };
   if (std::any_of(device_->landed.begin(), device_->landed.end(), [&](const auto& got) { return of_it(got.second); }) ||

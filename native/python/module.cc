@@ -228,6 +228,12 @@ NB_MODULE(_native, m) {
             return e.sampling().TakeDue(collective, count * ItemSize(static_cast<DType>(dtype)), on_gpu);
           },
           "collective"_a, "count"_a, "dtype"_a, "on_gpu"_a)
+      .def(
+          "return_due",
+          [](PyEngine& e, int collective, std::size_t count, int dtype, bool on_gpu, bool due) {
+            e.sampling().Return(collective, count * ItemSize(static_cast<DType>(dtype)), on_gpu, due);
+          },
+          "collective"_a, "count"_a, "dtype"_a, "on_gpu"_a, "due"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps, "labels"_a, "done"_a, "on_stuck"_a, "on_interrupt"_a, "on_news"_a,

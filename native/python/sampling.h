@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -38,6 +39,18 @@ class Sampling {
     return due;
   }
 
+  // As before `TakeDue`, which said `due`: the call was refused here, and the other ranks have never heard of it.
+  void Return(int collective, std::size_t nbytes, bool on_gpu, bool due) {
+    if (!on_ || !Reduces(collective)) return;
+    const nanobind::ft_lock_guard lock(mutex_);
+    const Costs& costs = CostsOf(on_gpu);
+    if (due) {
+      called_ += EnoughFor(costs, nbytes);
+    } else {
+      called_ -= std::min(called_, costs.call + costs.call_byte * nbytes);
+    }
+  }
+
  private:
   // Picoseconds: what a call takes at least, and a check at most, and each for a byte.
   struct Costs {
@@ -46,14 +59,22 @@ class Sampling {
   static constexpr Costs kOnHost{1'500'000, 50, 2'000'000'000, 10'000};
   static constexpr Costs kOnGpu{3'000'000, 2, 2'000'000'000, 20};
 
-  bool Count(int collective, std::size_t nbytes, bool on_gpu) {
+  static bool Reduces(int collective) {
     const auto kind = static_cast<Collective>(collective);
-    if (kind != Collective::kAllreduce && kind != Collective::kReduceScatter && kind != Collective::kReduce) {
-      return false;
-    }
-    constexpr std::uint64_t kOneOf = 100;  // checks take less than a hundredth of what calls take
-    const Costs& costs = on_gpu && !mixed_ ? kOnGpu : kOnHost;
-    if (called_ >= kOneOf * (costs.check + costs.check_byte * nbytes)) return true;
+    return kind == Collective::kAllreduce || kind == Collective::kReduceScatter || kind == Collective::kReduce;
+  }
+
+  const Costs& CostsOf(bool on_gpu) const { return on_gpu && !mixed_ ? kOnGpu : kOnHost; }
+
+  // What calls take that pay for a check: checks take less than a hundredth of it.
+  static std::uint64_t EnoughFor(const Costs& costs, std::size_t nbytes) {
+    return 100 * (costs.check + costs.check_byte * nbytes);
+  }
+
+  bool Count(int collective, std::size_t nbytes, bool on_gpu) {
+    if (!Reduces(collective)) return false;
+    const Costs& costs = CostsOf(on_gpu);
+    if (called_ >= EnoughFor(costs, nbytes)) return true;
     called_ += costs.call + costs.call_byte * nbytes;
     return false;
   }

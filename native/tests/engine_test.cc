@@ -115,6 +115,7 @@ void OrderedRequests();
 void ClosingWindows();
 void OneSidedOfDevices();
 void ClosingDevices();
+void ClosingUnderOwnDevice();
 void ClosingSeenWindows();
 void SlowDevices();
 void PutsBehindEachOther();
@@ -223,6 +224,7 @@ constexpr Scenario kScenarios[] = {
     {"windows: closed", ClosingWindows},
     {"windows of devices", OneSidedOfDevices},
     {"windows of devices: closed", ClosingDevices},
+    {"windows of the host: closed under its device", ClosingUnderOwnDevice},
     {"windows of devices that see each other: closed", ClosingSeenWindows},
     {"windows of slow devices", SlowDevices},
     {"puts behind each other", PutsBehindEachOther},

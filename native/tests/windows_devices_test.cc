@@ -152,6 +152,27 @@ void ClosingSeenWindows() {
   }
 }
 
+// A window of the host's memory that its rank's own device reads or writes is closed once that is over.
+void ClosingUnderOwnDevice() {
+  for (const bool gets : {false, true}) {
+    Device device;
+    Job job({.size = 2});
+    Engine& e = job.engine(0);
+    device = UseDevice(e, std::size_t{64} << 10, 0, std::chrono::milliseconds(100));
+    Bytes window = Pattern(4096, 1), other = Pattern(4096, 2);
+    const Bytes put = other, got = window;
+    Serve(e, window);
+    const auto work =
+        gets ? Get(e, 0, other, {{0, 0, 4096}}, {true, nullptr}) : Put(e, 0, other, {{0, 0, 4096}}, 0, {true, nullptr});
+    CHECK(Close(e), "settled");
+    const Bytes closed = window;
+    std::fill(window.begin(), window.end(), std::byte{7});  // whose it is again
+    CHECK(Wait(e, work) || work->refused == static_cast<int>(Refusal::kClosed), "refused %d", work->refused);
+    CHECK(work->refused != 0 || (gets ? other == got : closed == put), "a copy that was begun");
+    CHECK(window == Bytes(4096, std::byte{7}), "written after it was closed");
+  }
+}
+
 // As ClosingWindows, of a device's memory: what is got may be on its way from there.
 void ClosingDevices() {
   for (const Over over : {Over::kShm, Over::kTcp}) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +19,10 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll import ArgumentError, BufferTypeError, ClosedError, CollectiveMismatchError, PeerLostError
-from hetcoll.experts import Experts
-from hetcoll.experts.rows import decode, encode, narrow, widen
+from hetcoll.calls.buffers import read_buffer
+from hetcoll.experts import Experts, LowLatencyExperts
+from hetcoll.experts.few import HostFew
+from hetcoll.experts.rows import HostRows, Wire, bytes_of, decode, encode, narrow, widen
 from hetcoll.types import DType
 
 Pool = Callable[..., Ranks]
@@ -156,7 +160,14 @@ def mistakes(comm: hetcoll.Communicator) -> None:
     ):
         with pytest.raises(BufferTypeError, match=wanted):
             experts.dispatch(*arguments)
+    for seconds in (0, -1.0, "1"):
+        with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0"):
+            experts.dispatch(x, ids, timeout=seconds)  # type: ignore[arg-type]
+    with comm.group(), pytest.raises(ArgumentError, match="wanted sends and receives only, got experts"):
+        experts.dispatch(x, ids)
     received, layout = experts.dispatch(x, ids)
+    with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got -1"):
+        experts.combine(received, layout, timeout=-1)
     with pytest.raises(ArgumentError, match=r"expert_out: wanted the shape"):
         experts.combine(np.ones((1, 4), np.float32), layout)
     with pytest.raises(ArgumentError, match=r"topk_weights: wanted the shape \(3, 2\), got \(2, 2\)"):
@@ -172,6 +183,69 @@ def mistakes(comm: hetcoll.Communicator) -> None:
 
 def test_mistakes_are_refused_before_anything_is_sent(pool: Pool) -> None:
     pool(2).run(mistakes)
+
+
+def mistakes_of_one_rank(comm: hetcoll.Communicator) -> None:
+    """The others have not heard of a call that was refused here: so nothing of it is among what they count."""
+    few = LowLatencyExperts(comm, comm.size, 4, "float32", 2, 1)
+    x, ids = np.ones((1, 4), np.float32), np.zeros((1, 1), np.int32)
+    received, layout = few.dispatch(x, ids)
+    if comm.rank == 0:
+        for words in ({"timeout": -1}, {"timeout": 0.0}):
+            with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0"):
+                few.dispatch(2 * x, ids, **words)
+            with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0"):
+                few.combine(received, layout, **words)
+        with comm.group():
+            with pytest.raises(ArgumentError, match="wanted sends and receives only, got experts"):
+                few.dispatch(2 * x, ids)
+            with pytest.raises(ArgumentError, match="wanted sends and receives only, got experts"):
+                few.combine(received, layout)
+        with pytest.raises(ArgumentError, match="out: wanted memory apart from expert_out"):
+            few.combine(received, layout, out=received[0, :1])
+    assert (few.combine(received, layout) == 1).all()
+    comm.barrier()
+    assert isinstance(few._few, HostFew)
+    other = 1 - comm.rank
+    few._few._settle(None)
+    comm.barrier()
+    assert few._few._window.signal(other) == 2, "puts of a dispatch and a combine"
+    few.close()
+
+
+def test_what_one_rank_is_refused_no_other_counts(pool: Pool) -> None:
+    pool(2).run(mistakes_of_one_rank)
+
+
+def other_layouts(comm: hetcoll.Communicator) -> None:
+    """Those of other experts, which may have had more tokens, or others of them."""
+    x, ids = np.ones((3, 4), np.float32), np.zeros((3, 1), np.int32)
+    forms: tuple[Any, ...] = (Experts, LowLatencyExperts)
+    for kind in forms:
+        large, small = kind(comm, comm.size, 4, "float32", 3, 1), kind(comm, comm.size, 4, "float32", 1, 1)
+        of_large, of_small = large.dispatch(x, ids), small.dispatch(x[:1], ids[:1])
+        with pytest.raises(ArgumentError, match="layout: wanted "):
+            small.combine(of_small[0], of_large[1])
+        assert (small.combine(*of_small) == 1).all()
+        assert (large.combine(*of_large) == 1).all()
+        comm.barrier()
+        large.close()
+        small.close()
+
+
+def test_layouts_of_other_experts_are_refused(pool: Pool) -> None:
+    pool(2).run(other_layouts)
+
+
+def test_who_puts_tokens_keeps_them() -> None:
+    """Also where the call has given up, and the program has no more use for them."""
+    x = np.ones((2, 4), np.float32)
+    alive = weakref.ref(x)
+    packed = HostRows(Wire(4, DType.FLOAT32, False), 2).pack(read_buffer(x, "x", writable=False), 2)
+    del x
+    gc.collect()
+    assert alive() is not None
+    assert np.array_equal(bytes_of(packed).view(np.float32), np.ones(8, np.float32))
 
 
 def other_calls(comm: hetcoll.Communicator) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +161,73 @@ def close_windows(comm: hetcoll.Communicator, config: dict[str, Any]) -> int:
     window.close()
     other.close()
     return comm.counters()["window_refused"]
+
+
+def open_in_a_group(comm: hetcoll.Communicator) -> None:
+    """Rank 0 is refused a window that the others never hear of. The next one is the same on all ranks."""
+    refused, mine = np.zeros(4), np.zeros(4)
+    with comm.window(np.zeros(1)):
+        if comm.rank == 0:
+            with comm.group(), pytest.raises(ArgumentError, match=r"wanted sends and receives only, got window\(\)"):
+                comm.window(refused)
+        with comm.window(mine) as window:
+            window.put(np.ones(4), 1 - comm.rank, signal=0)
+            comm.barrier()
+            assert not refused.any(), "what was put came to another window"
+            assert mine.all()
+            assert window.signal() == 1
+            comm.barrier()
+
+
+def test_a_window_that_is_refused_has_no_number(pool: Pool) -> None:
+    pool(2).run(open_in_a_group)
+
+
+def let_go(comm: hetcoll.Communicator) -> None:
+    """What a call that is over was given is the program's alone: also of the last one."""
+    with comm.window(np.zeros(8)) as window:
+        for waits_later in (False, True):
+            for call in (window.put, window.get):
+                array = np.ones(8)
+                alive = weakref.ref(array)
+                work = call(array, 1 - comm.rank, async_op=waits_later)
+                work.wait()
+                del array, work
+                gc.collect()
+                assert alive() is None, f"{call.__name__}, {waits_later}"
+        comm.barrier()
+
+
+def test_memory_of_calls_that_are_over_is_let_go(pool: Pool) -> None:
+    pool(2).run(let_go)
+
+
+def close_again(comm: hetcoll.Communicator) -> None:
+    """A close that gave up has not given the memory back: the next one does, or says so again."""
+    window = comm.window(np.zeros(8))
+    side, busy = window._side, [True, True, False]
+
+    def settle(number: int) -> None:
+        if busy.pop(0):
+            raise CollectiveTimeoutError("the GPU has not ended copies of the window")
+
+    side.devices.__dict__["settle"] = settle
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeoutError, match="has not ended copies"):
+            window.close()
+        with pytest.raises(ClosedError, match="this window was closed"):
+            window.put(np.zeros(1), 0)
+        assert window._number in side._windows, "its memory is kept"
+    window.close()
+    assert not busy
+    assert window._number not in side._windows
+    window.close()
+    del side.devices.__dict__["settle"]
+    comm.barrier()
+
+
+def test_a_close_that_gave_up_is_made_good(pool: Pool) -> None:
+    pool(2).run(close_again)
 
 
 @TRANSPORTS

@@ -227,6 +227,34 @@ def test_a_peer_that_dies_is_named(placed: Start, kinds: str) -> None:
     check_lost(ranks.finish(), 1, asked, FOUND_WITHIN)
 
 
+def close_again(comm: hetcoll.Communicator) -> None:
+    """A close that calls under way held up is made good by the next one, which waits for them, too."""
+    window = comm.window(DeviceArray(device_of(comm), LENGTH, "int32"))
+    comm.allreduce(DeviceArray(device_of(comm), 8, "int32")).wait(60)
+    executor: Any = comm._core.gpus.executor
+    assert window._number in executor.pulls._windows, "all see it"
+    busy = [True, True, False]
+
+    def end(seconds: float) -> None:
+        if busy.pop(0):
+            raise CollectiveTimeoutError("close: collectives still read the window")
+
+    executor.pulls.__dict__["end"] = end
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeoutError, match="still read the window"):
+            window.close()
+    window.close()
+    assert not busy
+    del executor.pulls.__dict__["end"]
+    comm.barrier()
+
+
+@pytest.mark.fakes
+def test_a_close_that_gave_up_is_made_good() -> None:
+    with start("nn", HETCOLL_ALGO=DIRECT) as ranks:
+        ranks.run(close_again, timeout=60)
+
+
 def close_early(comm: hetcoll.Communicator) -> None:
     """Rank 0 takes its window back while rank 1 has not yet made a call that reads it."""
     device, n = device_of(comm), 50_000

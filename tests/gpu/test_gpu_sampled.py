@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_kinds import Own, has_gpu, start
+from gpu_kinds import Own, device_of, has_gpu, start
 from gpu_places import PLACES
 from ranks import Ranks, wait_until
 from thorough import parametrize
 
 import hetcoll
-from hetcoll.errors import CommunicationError
+from hetcoll.errors import BufferTypeError, CommunicationError
+from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import Collective, DType
 
 COUNT = 20_010  # float32s: some blocks fold them
@@ -45,6 +46,43 @@ class Sampled:
     def due(self) -> None:
         """As so many calls that the next one pays for a check."""
         assert not self.comm._core.engine.take_due(Collective.ALLREDUCE, 10**12, DType.UINT8, has_gpu(self.comm))
+
+
+def refuse(comm: hetcoll.Communicator) -> list[str]:
+    """Rank 0 is refused calls that the others never hear of, one before a call that is due and one that is due."""
+    from hetcoll.vendors.devices import cuda
+
+    each, x = Sampled(comm), Own(comm, np.ones(2, np.float32))
+    apart = DeviceArray(cuda.devices()[1 - device_of(comm).index], 2)
+    comm.allreduce(x.array).wait()
+
+    def refused() -> None:
+        if comm.rank == 0:
+            with pytest.raises(BufferTypeError, match="wanted memory of cuda"):
+                comm.allreduce(apart)
+
+    call, check = 3_000_000 + 2 * 8, 100 * (2_000_000_000 + 20 * 8)  # picoseconds: `Sampling`
+    each.due()
+    comm.allreduce(x.array).wait()  # the count begins anew
+    before = len(each.labels)
+    nbytes = (check - call // 2 - 3_000_000) // 2
+    assert not comm._core.engine.take_due(Collective.ALLREDUCE, nbytes, DType.UINT8, True)
+    refused()
+    comm.allreduce(x.array).wait()  # which makes the next one due
+    assert len(each.labels) == before
+    refused()
+    comm.allreduce(x.array).wait()
+    assert len(each.labels) == before + 1
+    comm.allreduce(x.array).wait()
+    comm.barrier()
+    return each.labels
+
+
+@pytest.mark.fakes
+def test_calls_that_are_refused_do_not_count() -> None:
+    with start("nn") as ranks:
+        one, other = ranks.run(refuse, timeout=60)
+        assert one == other
 
 
 def sums(comm: hetcoll.Communicator, x: Own, y: Own, async_op: bool) -> list[Callable[[], Any]]:

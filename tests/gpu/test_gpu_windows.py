@@ -242,6 +242,30 @@ def test_streams_wait_for_signals(placed: Start, kinds: str, waits: int) -> None
     placed(kinds, stream_waits=waits).run(wait_on_streams)
 
 
+def wait_in_many_windows(comm: hetcoll.Communicator) -> None:
+    """Words that streams wait for are the next window's, when no stream waits for them any more."""
+    device = device_of(comm)
+    mine, stream, held = DeviceArray.of(device, np.zeros(4, np.int32)), device.stream(), []
+    for turn in range(4):
+        with comm.window(mine, signals=3) as window:
+            comm.barrier()
+            window.put(mine, 1 - comm.rank, signal=turn % 3)
+            window.wait_signal(turn % 3, 1, stream=stream).wait()
+            device.synchronize(stream)
+            window.wait_signal(2, 100, stream=stream)  # in vain: it goes on when the window is closed
+            assert window.signal(turn % 3) == 1
+        device.synchronize(stream)
+        held.append(comm.memory()["pinned"])
+        comm.barrier()
+    assert held == held[:1] * 4
+    device.destroy_stream(stream)
+
+
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_windows_leave_no_pinned_memory(placed: Start, kinds: str) -> None:
+    placed(kinds).run(wait_in_many_windows)
+
+
 def behind_a_stream(comm: hetcoll.Communicator) -> None:
     """A put whose stream is not there yet does not end in time, stays in flight, and holds up nobody else's."""
     device, peer = device_of(comm), 1 - comm.rank

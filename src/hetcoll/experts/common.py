@@ -54,6 +54,8 @@ class Common:
                 raise ArgumentError(f"Experts: wanted the same on all ranks, got {mine} here and {theirs} on {rank}")
         self._place = ""  # where tokens are
         self._dispatched = 0
+        self._layouts = object()
+        """Whose a layout is."""
         self._closed = ""
 
     def close(self) -> None:
@@ -92,12 +94,15 @@ class Common:
         return source, weights
 
     def _begin(
-        self, source: Buffer, name: str, beside: Buffer | None, its: str, stream: Any, *, captured: bool = False,
-        why: str = "",
+        self, source: Buffer, name: str, beside: Buffer | None, its: str, stream: Any, timeout: float | None, *,
+        captured: bool = False, why: str = "",
     ) -> int | None:  # fmt: skip
         """The handle of the stream; None on the host. Raises where a call may not begin here, or what belongs to
-        `source` is elsewhere; `captured`: a graph may capture it."""
-        self._comm._core.host.check_usable()
+        `source` is elsewhere; `captured`: a graph may capture it. What is refused later other ranks have heard of."""
+        core = self._comm._core
+        core.host.check_usable()
+        core.check_outside_group(lambda: f"experts' tokens ({name})")
+        core.seconds(timeout)
         if self._closed:
             raise ClosedError(self._closed)
         if self._place not in ("", source.place):

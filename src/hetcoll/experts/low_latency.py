@@ -25,6 +25,7 @@ class LowLatencyLayout:
 
     counts: Any
     """Of tokens, by expert of this rank: an array like `topk_ids`, where that is. Of all dispatches the same array."""
+    _of: object = field(repr=False)
     _number: int = field(repr=False)
     _tokens: int = field(repr=False)
 
@@ -62,6 +63,7 @@ class LowLatencyExperts(Common):
             ids,
             "topk_ids",
             stream,
+            timeout,
             captured=few is not None and few.direct,
             why=" at the first dispatch" if few is None else _WHY,
         )
@@ -77,7 +79,7 @@ class LowLatencyExperts(Common):
             if few is None:
                 few = self._open(x, topk_ids, source, handle, timeout)
             few.dispatch(source, ids, tokens, handle, timeout)
-        layout = LowLatencyLayout(self._counts, self._dispatched, tokens)
+        layout = LowLatencyLayout(self._counts, self._layouts, self._dispatched, tokens)
         self._dispatched += 1
         return self._received, layout
 
@@ -91,15 +93,19 @@ class LowLatencyExperts(Common):
         while it captures.
         """
         few, shape = self._few, (self.num_local_experts, self._comm.size * self.max_tokens, self.hidden)
-        if few is None or layout._number != self._dispatched - 1:
+        if few is None or layout._of is not self._layouts or layout._number != self._dispatched - 1:
             raise ArgumentError("layout: wanted that of the last dispatch, got another")
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)
-        handle = self._begin(source, "expert_out", weights, "topk_weights", stream, captured=few.direct, why=_WHY)
+        handle = self._begin(
+            source, "expert_out", weights, "topk_weights", stream, timeout, captured=few.direct, why=_WHY
+        )
         result = like(expert_out, (layout._tokens, self.hidden)) if out is None else out
         into = read_buffer(result, "out", writable=True)
         if (into.dtype, into.place, into.count) != (self.dtype, source.place, layout._tokens * self.hidden):
             wanted = f"{layout._tokens * self.hidden} elements of {self.dtype.label} on {source.place}"
             raise BufferTypeError(f"out: wanted {wanted}, got {into.count} of {into.dtype.label} on {into.place}")
+        if into.nbytes and into.overlaps(source):  # of several rounds the first ones would write what others read
+            raise ArgumentError("out: wanted memory apart from expert_out")
         with self._running(refuses=True):
             few.combine(source, weights, into, layout._tokens, handle, timeout)
         return result

@@ -55,10 +55,13 @@ class Wire(NamedTuple):
 
 
 def bytes_of(buffer: Buffer) -> Bytes:
-    """Host memory, without a copy."""
+    """Host memory, without a copy, which the array keeps alive: what is put is read for longer than a call that gives
+    up."""
     if buffer.nbytes == 0:
         return np.empty(0, np.uint8)
-    return np.ctypeslib.as_array((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr))
+    memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
+    memory.owner = buffer.owner  # type: ignore[attr-defined]
+    return np.ctypeslib.as_array(memory)
 
 
 class HostRows:

@@ -26,6 +26,7 @@ class ExpertLayout:
     """Of tokens, by expert of this rank: an array like `topk_ids`, where that is."""
     num_tokens_per_expert: list[int]
     """The same on the host."""
+    _of: object = field(repr=False)
     _number: int = field(repr=False)
     _tokens: int = field(repr=False)
     _route: Any = field(repr=False)  # of the way that tokens took
@@ -65,7 +66,7 @@ class Experts(Common):
         `Window.put`. `CollectiveMismatchError` where another rank is in another call.
         """
         source, named, tokens = self._tokens(x, topk_ids)
-        handle = self._begin(source, "x", named, "topk_ids", stream)
+        handle = self._begin(source, "x", named, "topk_ids", stream, timeout)
         here = self._comm._core.gpus.on_host(named, handle)
         assert here is not None, "the stream is not captured"
         ids = bytes_of(here).view(NUMPY[named.dtype]).reshape(tokens, self.topk).astype(np.int64)
@@ -74,7 +75,7 @@ class Experts(Common):
             way = self._way or self._open(source, handle, timeout)
             call = Dispatched(x, topk_ids, source, named, ids, self._dispatched, handle)
             received, counts, found, route = way.dispatch(call, timeout)
-        layout = ExpertLayout(counts, found, self._dispatched, tokens, route)
+        layout = ExpertLayout(counts, found, self._layouts, self._dispatched, tokens, route)
         self._dispatched += 1
         return received, layout
 
@@ -91,11 +92,11 @@ class Experts(Common):
         token of no expert is 0. A layout may be combined several times.
         """
         way = self._way
-        if way is None:
+        if way is None or layout._of is not self._layouts:
             raise ArgumentError("layout: wanted one of these experts' dispatch, got another")
         shape = (sum(layout.num_tokens_per_expert), self.hidden)
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)
-        handle = self._begin(source, "expert_out", weights, "topk_weights", stream)
+        handle = self._begin(source, "expert_out", weights, "topk_weights", stream, timeout)
         result = like(expert_out, (layout._tokens, self.hidden))
         into = read_buffer(result, "result", writable=True)
         with self._running():

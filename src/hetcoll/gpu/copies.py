@@ -52,7 +52,8 @@ class Copies:
 
     def __init__(self, device: Device, engine: _native.Engine, size: int, pinned: Pinned) -> None:
         self._pinned = pinned
-        self._device, self._waits = device, list[_native.Gate]()  # what may still read words
+        self._device, self._waits = device, list[tuple[int, _native.Gate]]()  # what may still read words, and which
+        self._spare: list[tuple[int, int]] = []  # words that no window has: where, and how many
         self._opened: dict[str, list[int]] = {}  # address here and how often, by handle
         self._sample = 0  # this rank's own
         self._right: dict[int, bool] = {}  # whether that of a rank was read right
@@ -180,8 +181,23 @@ class Copies:
             self._device.close_ipc(self._opened.pop(handle)[0])
 
     def signals(self, count: int) -> int:
-        """Pinned memory for so many signals, of 8 bytes each, until `close`."""
+        """Pinned memory for so many signals, of 8 bytes each, until `spare` or `close`."""
+        with self._lock:
+            self._forget_open()
+            awaited = [word for word, _ in self._waits]
+            for at, n in self._spare:
+                if n == count and not any(at <= word < at + 8 * n for word in awaited):
+                    self._spare.remove((at, n))
+                    return at
         return self._pin(8 * count, self._undo)
+
+    def spare(self, at: int, count: int) -> None:
+        """Those of a window that is closed: for another one, once no stream waits for them."""
+        with self._lock:
+            self._spare.append((at, count))
+
+    def _forget_open(self) -> None:
+        self._waits = [each for each in self._waits if not each[1].open]
 
     def wait(self, word: int, value: int, stream: object) -> None:
         """What comes on `stream` from now on waits until the word holds `value` or more. Errors: as `after`."""
@@ -191,7 +207,9 @@ class Copies:
         except _native.Fault as error:
             raise self._refused(error) from error
         with self._lock:
-            self._waits = [each for each in (*self._waits, gate) if each is not None and not each.open]
+            self._forget_open()
+            if gate is not None:
+                self._waits.append((word, gate))
 
     def _refused(self, fault: _native.Fault) -> ArgumentError | DeviceError:
         if problem := self._copier.failure():
@@ -202,7 +220,7 @@ class Copies:
         """Give everything back. The engine is closed: so the words let streams go, which may take a moment."""
         deadline = time.monotonic() + timeout
         try:
-            while not all(gate.open for gate in self._waits):
+            while not all(gate.open for _, gate in self._waits):
                 if time.monotonic() > deadline:
                     log.warning("streams still wait for signals of windows: their pinned memory is not given back")
                     return

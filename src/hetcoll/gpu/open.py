@@ -54,6 +54,7 @@ class Gpus:
         self.turn = threading.RLock()
         """Who sets a path up, or takes it the slow path: one thread at a time."""
         self._windows: dict[int, Seen] = {}
+        self._closing: set[int] = set()  # windows that calls under way may still read
         self._far_windows: tuple[str, ...] = ()
         self.executor: GpuExecutor | None = None
         self.cpu_rank: CpuRank | None = None
@@ -134,11 +135,13 @@ class Gpus:
     def forget_window(self, number: int, seconds: float) -> None:
         """See `runtime.executor.Gpus`."""
         with self.turn:
-            found, executor = self._windows.pop(number, None), self.executor
-            if found is not None and executor is not None:
+            executor = self.executor
+            if self._windows.pop(number, None) is not None and executor is not None:
+                self._closing.add(number)
                 executor.look_at_windows()
-        if found is not None and executor is not None:
+        if number in self._closing and executor is not None:
             executor.pulls.end(seconds)
+            self._closing.discard(number)
 
     def room(self, buffer: Buffer, stream: object, seconds: float) -> int:
         """See `runtime.executor.Gpus`."""

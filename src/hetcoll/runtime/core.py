@@ -20,7 +20,7 @@ from ..calls import OP_LABELS, Call
 from ..calls.buffers import Buffer
 from ..calls.messages import Message, SendRecv
 from ..config.env import Config
-from ..errors import ArgumentError, DeviceError, InitError
+from ..errors import ArgumentError, BufferTypeError, DeviceError, InitError
 from ..health.activity import Activity
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
@@ -181,9 +181,14 @@ class Core:
         send, due = call.send, False
         if send is not None:  # all ranks know by themselves which calls are sampled
             due = self.engine.take_due(call.collective, send.count, send.dtype, send.device != "cpu")
-        if not due and self.inspection is None:
-            return self.start(call, async_op, seconds, stream)
-        return self.inspect().collective(call, async_op, seconds, stream, due)
+        try:
+            if not due and self.inspection is None:
+                return self.start(call, async_op, seconds, stream)
+            return self.inspect().collective(call, async_op, seconds, stream, due)
+        except (ArgumentError, BufferTypeError):  # a call that is refused no other rank has counted
+            if send is not None:
+                self.engine.return_due(call.collective, send.count, send.dtype, send.device != "cpu", due)
+            raise
 
     def inspect(self) -> Inspection:
         """What looks at calls, which few jobs, or calls, need: imports count."""

@@ -26,7 +26,7 @@ class DeviceMemory:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._copies: Copies | None = None
-        self._shown: dict[int, int] = {}  # windows' signals for streams: addresses
+        self._shown: dict[int, tuple[int, int]] = {}  # windows' signals for streams: addresses, and how many
         self._opened: dict[tuple[int, int], str] = {}  # by window and rank: handles of others' memory
         self._lock = threading.Lock()
 
@@ -66,14 +66,15 @@ class DeviceMemory:
     def wait_on(self, stream: Any, window: int, signals: int, at: int, least: int) -> None:
         """Let a stream wait for a signal of a window here, one of so many."""
         copies = self._of_gpu()
-        with self._lock:
+        with self._lock:  # or the words could be another window's meanwhile
             if window not in self._shown:
-                self._shown[window] = copies.signals(signals)
-                self._core.engine.show_signals(window, self._shown[window])
-        try:
-            copies.wait(self._shown[window] + 8 * at, least, stream)
-        except DeviceError as error:
-            raise self._core.device_failed(error) from error
+                self._shown[window] = copies.signals(signals), signals
+                self._core.engine.show_signals(window, self._shown[window][0])
+            try:
+                return copies.wait(self._shown[window][0] + 8 * at, least, stream)
+            except DeviceError as error:
+                failed = error
+        raise self._core.device_failed(failed) from failed
 
     def share(self, buffer: Buffer | None) -> Shared | None:
         """How other ranks of the host open a window's memory; None where it is the host's, or they cannot."""
@@ -116,7 +117,11 @@ class DeviceMemory:
         self._copies.close_shared(self._opened.pop((window, rank)))
 
     def forget_all(self, window: int) -> None:
-        """Of all ranks."""
+        """Of all ranks, and its signals for streams."""
+        with self._lock:
+            shown = self._shown.pop(window, None)
+            if shown is not None and self._copies is not None:
+                self._copies.spare(*shown)
         for each in [each for each in self._opened if each[0] == window]:
             self.forget(*each)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -55,6 +56,8 @@ class Window:
         self._side, self._number, self._exposed = side, number, exposed
         self.dtype, self.mapped = dtype, mapped
         self.closed = False
+        self._given_back = False
+        self._closing = threading.RLock()  # a signal handler may close it, too
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -143,14 +146,16 @@ class Window:
 
     def close(self) -> None:
         """Take this rank's memory back. Local. When it returns nothing touches the memory any more: what comes later is
-        refused, counted, and a `ClosedError` for who sent it. More than once is fine.
+        refused, counted, and a `ClosedError` for who sent it. More than once is fine, also after an error.
 
         On a GPU it waits for the copies under way, and for collectives called before that read the window;
         `CollectiveTimeoutError` after the communicator's timeout, where other streams or ranks hold them up.
         """
-        if not self.closed:
-            self.closed = True
-            self._side.close_window(self._number)
+        self.closed = True
+        with self._closing:
+            if not self._given_back:
+                self._side.close_window(self._number)
+                self._given_back = True
 
     def __enter__(self) -> Self:
         return self
@@ -213,6 +218,8 @@ def _check_late(late: Any, src: Buffer, pieces: int, stream: Any) -> Buffer:
     if (word.dtype, word.count, word.device) != (DType.INT64, 1, "cpu"):
         got = f"{word.count} of {word.dtype.label} on {word.place}"
         raise BufferTypeError(f"late: wanted one int64 in memory of the host, got {got}")
+    if word.ptr % word.nbytes:  # what is written to it would not be read as one
+        raise BufferTypeError(f"late: wanted one int64 at a multiple of 8 bytes, got one at {word.ptr:#x}")
     if src.device == "cpu" and stream is None:
         raise ArgumentError("stream: wanted that of the GPU that fills src, which is memory of the host, got None")
     if pieces != 1:
@@ -223,6 +230,7 @@ def _check_late(late: Any, src: Buffer, pieces: int, stream: Any) -> Buffer:
 def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeout: float | None) -> Window:
     """See `Communicator.window`. `make` gives the communicator that is to carry the messages."""
     parent.host.check_usable()
+    parent.check_outside_group(lambda: "window()")  # it takes a number, as on all ranks
     buffer = None if buf is None else read_buffer(buf, "buf", writable=True)
     if not 0 <= (own := check_int(signals, "signals")) <= MOST_PIECES:
         raise ArgumentError(f"signals: wanted 0 to {MOST_PIECES}, got {own}")

@@ -63,7 +63,7 @@ class OneSided:
         self._windows: dict[int, Buffer | None] = {}  # keeps their memory
         self._opened = 0
         self.own_numbers = itertools.count(_OWN)  # of windows that this rank opens for itself
-        self._pending: list[tuple[_native.Ticket, Any]] = []  # and that of what is in flight
+        self._pending: dict[int, tuple[_native.Ticket, Any]] = {}  # and that of what is in flight, by the ticket's id
         self._lock = threading.Lock()
         self._prune_at = 16
         edges = [(peer, channel) for peer in range(core.size) if peer != core.rank for channel in _CHANNELS]
@@ -101,9 +101,15 @@ class OneSided:
     def _keep(self, ticket: _native.Ticket, keep: Any) -> None:
         with self._lock:
             if len(self._pending) >= self._prune_at:
-                self._pending = [each for each in self._pending if each[0].state not in (_DONE, _FAILED)]
+                under_way = {key: each for key, each in self._pending.items() if each[0].state not in (_DONE, _FAILED)}
+                self._pending = under_way
                 self._prune_at = 2 * len(self._pending) + 16
-            self._pending.append((ticket, keep))
+            self._pending[id(ticket)] = (ticket, keep)
+
+    def _let_go(self, ticket: _native.Ticket) -> None:
+        """It is over."""
+        with self._lock:
+            self._pending.pop(id(ticket), None)
 
     def finish(self, ticket: _native.Ticket, timeout: float | None, what: str) -> None:
         """Wait for it; raises what it failed with."""
@@ -112,6 +118,8 @@ class OneSided:
         seconds = core.seconds(timeout)
         if ticket.state != _DONE:
             core.engine.wait(ticket, seconds)
+        if ticket.state in (_DONE, _FAILED):
+            self._let_go(ticket)
         if ticket.state == _DONE:
             return
         core.host.check_parent()
