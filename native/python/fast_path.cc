@@ -141,8 +141,9 @@ bool Signature::OfRoot(PyObject* self, PyObject** words) const {
   if (SmallNumber(rank.ptr()) == SmallNumber(words[kWhere])) {
     return words[kRecv] != Py_None || Is(number_, Collective::kReduce);
   }
-  PyObject* const ignored = words[Is(number_, Collective::kScatter) ? kSend : kRecv];
-  if (PyUnicode_Check(ignored) || PyLong_Check(ignored)) return false;  // an op where a buffer is wanted
+  if (Is(number_, Collective::kReduce) && (PyUnicode_Check(words[kRecv]) || PyLong_Check(words[kRecv]))) {
+    return false;  // an op where the buffer is
+  }
   if (Is(number_, Collective::kScatter)) words[kSend] = words[kRecv];
   words[kRecv] = Py_None;
   return true;

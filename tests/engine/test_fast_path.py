@@ -18,7 +18,7 @@ import hetcoll
 from hetcoll import _native
 from hetcoll.calls.buffers import KNOWS_ARRAYS, read_buffer
 from hetcoll.errors import BufferTypeError
-from hetcoll.types import DType
+from hetcoll.types import DType, ReduceOp
 
 Launch = Callable[..., Ranks]
 
@@ -354,12 +354,13 @@ def test_named_arguments_take_the_fast_path_too() -> None:
 
 
 def test_buffers_of_the_root_are_dropped_elsewhere() -> None:
+    there = b"recvbuf"  # a str is an op
     root, other = Recorder("done", rank=3), Recorder("done", rank=1)
     for recorder in (root, other):
-        assert recorder.reduced_to("a", "b", "max", 3) == recorder.reduced_to("a", root=3) == "done"
+        assert recorder.reduced_to("a", there, "max", 3) == recorder.reduced_to("a", root=3) == "done"
         assert recorder.gathered("a", "b", root=3) == recorder.scattered("a", "b", 3) == "done"
     assert root.short == [
-        (4, "a", "b", "max", 3),
+        (4, "a", there, "max", 3),
         (4, "a", None, "sum", 3),
         (5, "a", "b", "sum", 3),
         (6, "a", "b", "sum", 3),
@@ -371,6 +372,8 @@ def test_buffers_of_the_root_are_dropped_elsewhere() -> None:
         (6, "b", None, "sum", 3),
     ]
     assert other.gathered("a", root=3) == other.scattered(recvbuf="b", root=3) == "done"
+    for op in ("max", ReduceOp.MAX):
+        assert other.reduced_to("a", op, root=3) == ("long", "a", op, "sum", 3)
     assert root.gathered("a", root=3) == ("long", "a", None, 3)  # the slow path tells what is missing
     assert root.scattered("a", root=3) == ("long", "a", None, 3)
 
