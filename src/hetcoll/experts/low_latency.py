@@ -64,6 +64,7 @@ class LowLatencyExperts(Common):
             stream,
             captured=few is not None and few.direct,
             why=" at the first dispatch" if few is None else _WHY,
+            timeout=timeout,
         )
         if (
             self._counts is not None
@@ -90,11 +91,14 @@ class LowLatencyExperts(Common):
         The result is written to `out`, where there is one, which a graph needs unless its library makes arrays
         while it captures.
         """
+        self._check_open()
         few, shape = self._few, (self.num_local_experts, self._comm.size * self.max_tokens, self.hidden)
-        if few is None or layout._number != self._dispatched - 1:
+        if few is None or not isinstance(layout, LowLatencyLayout) or layout._number != self._dispatched - 1:
             raise ArgumentError("layout: wanted that of the last dispatch, got another")
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)
-        handle = self._begin(source, "expert_out", weights, "topk_weights", stream, captured=few.direct, why=_WHY)
+        handle = self._begin(
+            source, "expert_out", weights, "topk_weights", stream, captured=few.direct, why=_WHY, timeout=timeout
+        )
         result = like(expert_out, (layout._tokens, self.hidden)) if out is None else out
         into = read_buffer(result, "out", writable=True)
         if (into.dtype, into.place, into.count) != (self.dtype, source.place, layout._tokens * self.hidden):

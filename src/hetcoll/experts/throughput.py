@@ -65,7 +65,7 @@ class Experts(Common):
         `Window.put`. `CollectiveMismatchError` where another rank is in another call.
         """
         source, named, tokens = self._tokens(x, topk_ids)
-        handle = self._begin(source, "x", named, "topk_ids", stream)
+        handle = self._begin(source, "x", named, "topk_ids", stream, timeout=timeout)
         here = self._comm._core.gpus.on_host(named, handle)
         assert here is not None, "the stream is not captured"
         ids = bytes_of(here).view(NUMPY[named.dtype]).reshape(tokens, self.topk).astype(np.int64)
@@ -90,12 +90,13 @@ class Experts(Common):
         these are added in the order of ranks, in float32, and rounded. So the bits are the same run after run. A
         token of no expert is 0. A layout may be combined several times.
         """
+        self._check_open()
         way = self._way
-        if way is None:
+        if way is None or not isinstance(layout, ExpertLayout):
             raise ArgumentError("layout: wanted one of these experts' dispatch, got another")
         shape = (sum(layout.num_tokens_per_expert), self.hidden)
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)
-        handle = self._begin(source, "expert_out", weights, "topk_weights", stream)
+        handle = self._begin(source, "expert_out", weights, "topk_weights", stream, timeout=timeout)
         result = like(expert_out, (layout._tokens, self.hidden))
         into = read_buffer(result, "result", writable=True)
         with self._running():

@@ -41,7 +41,8 @@ def shares(total: int, weights: Sequence[float], least: int = 1) -> list[int]:
         raise ArgumentError(f"total: wanted {least} or more for each of {len(weights)} ranks, got {total}")
     heavy = _exact(weights)
     whole = sum(heavy)
-    wanted: list[Fraction | int] = [max(total * weight / whole - least, 0) for weight in heavy]
+    above = [total * weight / whole - least for weight in heavy]
+    wanted = [each if each > 0 else 0 for each in above]
     scale = spare / sum(wanted) if any(wanted) else 0
     exact = [scale * each for each in wanted]
     found = [int(each) for each in exact]
