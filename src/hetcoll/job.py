@@ -128,5 +128,5 @@ def _with_device(config: Config, asked: str | None) -> Config:
         return config
     try:
         return replace(config, device=variables.auto(variables.DeviceChoice.parse)(asked))
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ArgumentError(f"device: wanted {DEVICES}, got {asked!r}") from error

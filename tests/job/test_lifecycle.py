@@ -325,6 +325,10 @@ def join_badly(job: Job, message: str) -> str:
 WRONG_SETTINGS = {
     "HETCOLL_ALGO": ("quantum", "names no algorithm: 'quantum'; there are "),
     "HETCOLL_FAULT": ("delay=often", "HETCOLL_FAULT: "),
+    "HETCOLL_TUNED": (
+        "/",
+        "HETCOLL_TUNED: wanted a readable file, or none, got '/'",
+    ),  # also where rank 0 alone reads it
     "HETCOLL_ISA": ("abacus", "HETCOLL_ISA: wanted an instruction set that this processor has, got 'abacus'"),
 }
 
