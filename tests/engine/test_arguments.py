@@ -414,6 +414,33 @@ def test_timeouts_are_any_real_numbers(pool: Pool, size: int) -> None:
     pool(size).run(_numbers_of_other_kinds)
 
 
+def _waited_wrongly(comm: hetcoll.Communicator) -> None:
+    """What runs is not ended by a time that is none; nor is its communicator."""
+    into, other = np.zeros(COUNT), 1 - comm.rank
+    window = comm.window(np.zeros(COUNT))
+    works = [
+        comm.recv(into, other, async_op=True),
+        comm.recv(new(), other, tag=1, async_op=True),
+        window.wait_signal(async_op=True),
+    ]
+    for work in works:
+        for timeout in (0, -1, math.nan, "a", True):
+            with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got"):
+                work.wait(timeout)
+    for send in (comm.send(new(), other, async_op=True), comm.send(new(), other, tag=1, async_op=True)):
+        send.wait()
+    window.put(new(), other, signal=0)
+    for work in works:
+        work.wait()
+    assert (into == 1).all()
+    comm.barrier()
+    window.close()
+
+
+def test_a_wait_for_no_time_ends_nothing(pool: Pool) -> None:
+    pool(2).run(_waited_wrongly)
+
+
 def _wrong_kinds(comm: hetcoll.Communicator) -> None:
     x, y = np.zeros(4), np.zeros(4 * comm.size)
     comm.allreduce(x)
