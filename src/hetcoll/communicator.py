@@ -47,9 +47,10 @@ class Communicator:
 
     Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every
     rank. `sendbuf` is never written unless it is also where the result goes. Results are bitwise the same on all ranks,
-    NaNs as well. `timeout` is in seconds (default: HETCOLL_TIMEOUT, 300). On a GPU it counts from the call, what its
-    stream does before included; a graph has HETCOLL_TIMEOUT's. Errors after a call has begun are `CommunicationError`s
-    and leave the communicator fit only for `close`, `agree` and `shrink`. `stream` is ignored for host buffers.
+    NaNs as well. `timeout` is in seconds (default: HETCOLL_TIMEOUT, 300), of which 23 days count at most. On a GPU it
+    counts from the call, what its stream does before included; a graph has HETCOLL_TIMEOUT's. Errors after a call has
+    begun are `CommunicationError`s and leave the communicator fit only for `close`, `agree` and `shrink`. `stream` is
+    ignored for host buffers.
 
     Where one buffer holds a part for each rank, the other may be this rank's part of it, elements ``rank * count`` to
     ``(rank + 1) * count``: then the call works in place. What the root alone needs is not looked at on other ranks.
@@ -166,7 +167,7 @@ class Communicator:
         ``async_op=True``.
         """
         if weight is not None:
-            sendbuf, recvbuf, op = weights.weighed(self._core, sendbuf, recvbuf, op, weight, stream, timeout)
+            sendbuf, recvbuf, op = weights.weighed(self._core, sendbuf, recvbuf, op, weight, stream, timeout, compress)
         return self._core.launch(calls.allreduce(*self._at, sendbuf, recvbuf, op), async_op, timeout, stream, compress)
 
     @overload

@@ -9,6 +9,7 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
+from .calls import check_seconds
 from .communicator import Communicator
 from .config import variables
 from .config.env import DEVICES, Config, configuration, environment
@@ -62,6 +63,7 @@ def init(
     world = None if _world is None else _world()
     if world is not None and not world.closed:
         raise InitError("hetcoll.init() was called already and its communicator is open; use comm.split(0) for another")
+    asked = None if timeout is None else check_seconds(timeout)
     env = environment()
     config = _with_device(_with_islands(env.config, islands), device)
     if compress is not None:
@@ -71,7 +73,9 @@ def init(
             raise ArgumentError(f"reproducible: wanted True or False, got {reproducible!r}")
         config = replace(config, reproducible=reproducible)
     configure(config)
-    seconds = env.config.init_timeout if timeout is None else timeout
+    seconds = env.config.init_timeout if asked is None else asked
+    if join is not None and not isinstance(join, bool):
+        raise ArgumentError(f"join: wanted True or False, got {join!r}")
     launch = env.launch if join is None else env.launch._replace(joins=join)
     if launch.joins and launch.size == 1:
         raise InitError("join: wanted RANK and WORLD_SIZE as the ranks of the job that runs were told, got a size of 1")
@@ -124,5 +128,5 @@ def _with_device(config: Config, asked: str | None) -> Config:
         return config
     try:
         return replace(config, device=variables.auto(variables.DeviceChoice.parse)(asked))
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ArgumentError(f"device: wanted {DEVICES}, got {asked!r}") from error

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 import hetcoll._native as _native
 
+from .calls import check_seconds
+from .errors import BufferTypeError
+
 log = logging.getLogger("hetcoll")
 
 _RUNNING, _DONE, _FAILED = 0, 1, 2
@@ -57,6 +60,8 @@ class Work:
         `CollectiveTimeoutError` when `timeout` seconds (default: the communicator's) pass first, after which the
         communicator is unusable.
         """
+        if timeout is not None:
+            timeout = check_seconds(timeout)  # also of what is over, which it may be by chance
         comm, ticket = self._comm, self._ticket  # another thread may release them
         if ticket is None or comm is None:
             return
@@ -102,6 +107,8 @@ class Work:
         host buffers that takes longer than the communicator's timeout is over, with a `CollectiveTimeoutError`. Where
         the interpreter ends first nobody is called.
         """
+        if not callable(callback):
+            raise BufferTypeError(f"callback: wanted a function of a Work, got {callback!r}")
         if self.done:
             _tell(self, callback)
         else:

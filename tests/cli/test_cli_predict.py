@@ -71,6 +71,7 @@ def test_a_plot_is_drawn_or_its_extra_named(
     [
         ([CPUS], "wanted a collective after"), ([CPUS, "ring"], "wanted a collective after"),
         (["missing.toml", "allreduce"], "missing.toml: No such file"),
+        (["FOLDER", "allreduce"], "Is a directory"), (["BYTES", "allreduce"], "wanted text, got 'utf-8' codec"),
         ([CPUS, "allreduce", "--sizes", "1G..1K"], "--sizes wants bytes"),
         ([CPUS, "allreduce", "--algo", "circle"], "no algorithm 'circle' for allreduce"),
         ([CPUS, "allreduce", "--what-if", "x"], "wanted KEY=VALUE"),
@@ -78,8 +79,13 @@ def test_a_plot_is_drawn_or_its_extra_named(
         ([CPUS, "allreduce", "--sizes", "8", "--trace", "/nowhere/x"], "--trace /nowhere/x: No such file"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *words]) == 1
+def test_a_mistake_is_one_line(
+    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "folder.toml").mkdir()
+    (binary := tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    paths = {"FOLDER": str(folder), "BYTES": str(binary)}
+    assert main(["simulate", *(paths.get(word, word) for word in words)]) == 1
     captured = capsys.readouterr()
     assert complaint in captured.err
     assert captured.err.count("\n") == 1

@@ -75,6 +75,7 @@ def test_every_variable_is_read() -> None:
         ("HETCOLL_IB_HCA", "="), ("HETCOLL_IB_HCA", "mlx5_0:0"), ("HETCOLL_IB_HCA", ":1"),
         ("HETCOLL_IB_GID_INDEX", "-2"), ("HETCOLL_IB_TIMEOUT", "0"), ("HETCOLL_IB_RETRY_CNT", "8"),
         ("HETCOLL_IB_SL", "16"), ("HETCOLL_IB_TC", "256"),
+        ("HETCOLL_SHM_BYTES", "99999999999999G"), ("HETCOLL_IB_BYTES", "256T"), ("HETCOLL_ISLANDS", "0-2147483648"),
     ],
 )  # fmt: skip
 def test_a_bad_value_names_the_variable_and_what_came(name: str, value: str) -> None:
@@ -121,6 +122,11 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> 
     path.chmod(mode)
     with pytest.raises(ArgumentError, match=rf"that only you can read, got .* with mode {mode:o}: chmod 600"):
         read_config({"HETCOLL_SECRET_FILE": str(path)})
+
+
+def test_times_are_no_longer_than_the_clocks_of_the_system_count() -> None:
+    found = read_config({"HETCOLL_TIMEOUT": "1e300", "HETCOLL_INIT_TIMEOUT": "1e9", "HETCOLL_LINGER": "1e300"})
+    assert (found.timeout, found.init_timeout, found.linger) == (2e6, 2e6, 2e6)
 
 
 def test_a_misspelt_variable_is_pointed_out() -> None:

@@ -96,6 +96,20 @@ def test_it_joins_the_ranks_of_a_launcher() -> None:
     assert done.stdout.count("# 3 ranks on 1 host") == 1
 
 
+@pytest.mark.parametrize("option", ["--json", "--csv"])
+@pytest.mark.parametrize("path", ["/nowhere/x", "/"])
+def test_results_that_cannot_be_written_are_not_measured(
+    option: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["perf", "allreduce", "-n", "1", "-e", "8", option, path]) == 1
+    captured = capsys.readouterr()
+    assert (
+        captured.err
+        == f"hetcoll perf: ArgumentError: {option}: wanted a file in a folder that is there, got {path!r}\n"
+    )
+    assert captured.out == ""
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

@@ -37,6 +37,12 @@ def overlapping(first: int = 1, second: int = 1) -> tuple[Any, Any]:
     return whole[: COUNT * first], whole[1 : 1 + COUNT * second]
 
 
+def released() -> memoryview:
+    view = memoryview(bytearray(8))
+    view.release()
+    return view
+
+
 class Meta:
     """As PyTorch's tensors on its device "meta"."""
 
@@ -164,6 +170,23 @@ MISTAKES: dict[str, Mistake] = {
     "read-only root": (BufferTypeError, "sendbuf: wanted a writable", lambda c: c.reduce(read_only(), root=c.rank)),
     "no such type": (BufferTypeError, "buf: dtype datetime64", lambda c: c.broadcast(np.zeros(3, "datetime64[s]"))),
     "register": (BufferTypeError, "buf: wanted an array", lambda c: c.register("text")),
+    "memory that was released": (
+        BufferTypeError, "buf: this memoryview cannot be read: operation forbidden", lambda c: c.broadcast(released())
+    ),
+    # Without an array for the result, what is given is looked at first.
+    "allgather of a class": (BufferTypeError, "sendbuf: wanted an array", lambda c: c.allgather(np.ndarray)),
+    "alltoall of a class": (BufferTypeError, "sendbuf: wanted an array", lambda c: c.alltoall(np.ndarray)),
+    "reduce_scatter of a list": (BufferTypeError, "sendbuf: wanted an array", lambda c: c.reduce_scatter([1.0])),
+    "gather of what was released": (
+        BufferTypeError, "sendbuf: this memoryview cannot be read", lambda c: c.gather(released(), root=c.rank)
+    ),
+    "allgatherv of too much": (
+        ArgumentError, "recvbuf: wanted less than 2**63 bytes", lambda c: c.allgatherv(new(), None, [1 << 62] * c.size)
+    ),
+    "allgatherv of infinitely much": (
+        BufferTypeError, "counts: wanted a whole number, got inf",
+        lambda c: c.allgatherv(new(), None, [math.inf] * c.size),
+    ),
     # Reductions.
     "op name": (ArgumentError, "op: wanted one of sum, prod, max", lambda c: c.allreduce(new(), op="mean")),
     "op number": (ArgumentError, "got 3", lambda c: c.allreduce(new(), op=3)),
@@ -199,6 +222,14 @@ MISTAKES: dict[str, Mistake] = {
     "timeout zero": (ArgumentError, "timeout: wanted seconds above 0, got 0", lambda c: c.allreduce(new(), timeout=0)),
     "timeout below": (ArgumentError, "got -1", lambda c: c.barrier(timeout=-1)),
     "timeout nan": (ArgumentError, "got nan", lambda c: c.broadcast(new(), timeout=math.nan)),
+    "timeout of a bool": (ArgumentError, "wanted seconds above 0, got True", lambda c: c.barrier(timeout=True)),
+    "timeout of what is over": (
+        ArgumentError, "timeout: wanted seconds above 0, got -1", lambda c: hetcoll.Work().wait(-1)
+    ),
+    "callback": (
+        BufferTypeError, "callback: wanted a function of a Work, got None",
+        lambda c: hetcoll.Work().add_done_callback(None),
+    ),
     "asynchronous": (ArgumentError, "recvbuf: wanted 4", lambda c: c.allreduce(new(), new()[1:], async_op=True)),
     "asynchronous message": (ArgumentError, "peer: wanted", lambda c: c.send(new(), c.size, async_op=True)),
     "split color": (
@@ -206,6 +237,24 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "split key": (ArgumentError, "key: wanted 64 bits", lambda c: c.split(0, 1 << 63)),
     "empty type": (BufferTypeError, "dtype: ", lambda c: c.empty(3, "float7")),
+    "empty byte order": (
+        BufferTypeError, "dtype: >f8 is not supported", lambda c: c.empty(3, np.dtype(np.float64).newbyteorder(">"))
+    ),
+    "dump": (ArgumentError, "most: wanted 0 or more, got -1", lambda c: c.dump(-1)),
+    "trace to a descriptor": (BufferTypeError, "path: wanted a file's name, got 5", lambda c: c.trace(5)),
+    "trace to nothing": (BufferTypeError, "path: wanted a file's name, got None", lambda c: c.trace(None)),
+    "compress with weight": (
+        ArgumentError, "compress: wanted one of none, bf16",
+        lambda c: c.allreduce(new(), op="avg", weight=1.0, compress="zip"),
+    ),
+    "weight of several": (
+        BufferTypeError, "weight: wanted a number, got array", lambda c: c.allreduce(new(), op="avg", weight=new())
+    ),
+    "weight too large": (
+        ArgumentError, "weight: wanted a number of 0 or more, got inf",
+        lambda c: c.allreduce(new(), op="avg", weight=10**400),
+    ),
+    "shards too heavy": (ArgumentError, "weight: wanted a number above 0, got inf", lambda c: c.shards(8, 10**400)),
     "empty device": (ArgumentError, "device: wanted 'cpu', got 'tpu'", lambda c: c.empty(3, device="tpu")),
     "explain op": (ArgumentError, "op: wanted one of allreduce, allgather", lambda c: c.explain("reduce_all", 8)),
 }  # fmt: skip
@@ -353,6 +402,52 @@ def _explained(comm: hetcoll.Communicator) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_explain(pool: Pool, size: int) -> None:
     pool(size, HETCOLL_TRANSPORT="shm").run(_explained)
+
+
+def _numbers_of_other_kinds(comm: hetcoll.Communicator) -> None:
+    for timeout in (np.float32(60), np.int64(60), 1 << 63, 10**400, 1e300, math.inf):
+        values = np.ones(COUNT)
+        comm.allreduce(values, timeout=timeout)
+        comm.allreduce(values, async_op=True).wait(timeout)
+        assert (values == comm.size**2).all()
+        assert comm.agree(comm.rank + 2, timeout=timeout) == (2 if comm.size == 1 else 2 & 3)
+        if comm.size > 1:
+            comm.send(values, 1 - comm.rank, tag=1, async_op=True, timeout=timeout)
+            comm.recv(values, hetcoll.ANY_SOURCE, tag=1, timeout=timeout)
+        comm.window(values, timeout=timeout).close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_timeouts_are_any_real_numbers(pool: Pool, size: int) -> None:
+    """Also those that are longer than clocks of the system can count."""
+    pool(size).run(_numbers_of_other_kinds)
+
+
+def _waited_wrongly(comm: hetcoll.Communicator) -> None:
+    """What runs is not ended by a time that is none; nor is its communicator."""
+    into, other = np.zeros(COUNT), 1 - comm.rank
+    window = comm.window(np.zeros(COUNT))
+    works = [
+        comm.recv(into, other, async_op=True),
+        comm.recv(new(), other, tag=1, async_op=True),
+        window.wait_signal(async_op=True),
+    ]
+    for work in works:
+        for timeout in (0, -1, math.nan, "a", True):
+            with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got"):
+                work.wait(timeout)
+    for send in (comm.send(new(), other, async_op=True), comm.send(new(), other, tag=1, async_op=True)):
+        send.wait()
+    window.put(new(), other, signal=0)
+    for work in works:
+        work.wait()
+    assert (into == 1).all()
+    comm.barrier()
+    window.close()
+
+
+def test_a_wait_for_no_time_ends_nothing(pool: Pool) -> None:
+    pool(2).run(_waited_wrongly)
 
 
 def _wrong_kinds(comm: hetcoll.Communicator) -> None:

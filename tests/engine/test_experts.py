@@ -19,10 +19,15 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll import ArgumentError, BufferTypeError, ClosedError, CollectiveMismatchError, PeerLostError
+<<<<<<< HEAD
 from hetcoll.calls.buffers import read_buffer
 from hetcoll.experts import Experts, LowLatencyExperts
 from hetcoll.experts.few import HostFew
 from hetcoll.experts.rows import HostRows, Wire, bytes_of, decode, encode, narrow, widen
+=======
+from hetcoll.experts import Experts, LowLatencyExperts
+from hetcoll.experts.rows import decode, encode, narrow, widen
+>>>>>>> work-rev2
 from hetcoll.types import DType
 
 Pool = Callable[..., Ranks]
@@ -136,13 +141,16 @@ def mistakes(comm: hetcoll.Communicator) -> None:
         ({"max_tokens": 0}, "max_tokens: wanted 1 to"),
         ({"hidden": 100, "fp8": True}, "hidden: wanted a multiple of 128 with fp8, got 100"),
         ({"dtype": "float64"}, "dtype: wanted float32, float16, bfloat16, got 'float64'"),
+        ({"dtype": 1.5}, "dtype: wanted float32, float16, bfloat16, got 1.5"),
+        ({"dtype": [1]}, r"dtype: wanted float32, float16, bfloat16, got \[1\]"),
     ):
         sizes: dict[str, Any] = {"num_experts": 2 * comm.size, "hidden": 128, "dtype": np.float32, "max_tokens": 4}
         with pytest.raises(ArgumentError, match=wanted):
             Experts(comm, **(sizes | {"topk": 2} | words))
     with pytest.raises(ArgumentError, match="Experts: wanted the same on all ranks"):
         Experts(comm, 2 * comm.size, 128, np.float32, 4, 2 + comm.rank)
-    experts = Experts(comm, 2 * comm.size, 4, np.dtype("float32"), 4, 2)
+    experts = Experts(comm, np.int64(2 * comm.size), np.int32(4), np.dtype("float32"), np.int64(4), np.uint8(2))
+    few = LowLatencyExperts(comm, 2 * comm.size, 4, np.float32, 4, 2)
     x, ids = np.ones((3, 4), np.float32), np.zeros((3, 2), np.int32)
     for arguments, wanted in (
         ((np.ones((5, 4), np.float32), np.zeros((5, 2), np.int32)), "x: wanted at most 4 tokens, got 5"),
@@ -160,14 +168,20 @@ def mistakes(comm: hetcoll.Communicator) -> None:
     ):
         with pytest.raises(BufferTypeError, match=wanted):
             experts.dispatch(*arguments)
-    for seconds in (0, -1.0, "1"):
-        with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0"):
-            experts.dispatch(x, ids, timeout=seconds)  # type: ignore[arg-type]
-    with comm.group(), pytest.raises(ArgumentError, match="wanted sends and receives only, got experts"):
-        experts.dispatch(x, ids)
+    for kind in (experts, few):
+        for timeout in (0, -1, "a"):  # after which the calls below are as good as before
+            with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got"):
+                kind.dispatch(x, ids, timeout=timeout)
+        with comm.group(), pytest.raises(ArgumentError, match="wanted sends and receives only, got experts"):
+            kind.dispatch(x, ids)
     received, layout = experts.dispatch(x, ids)
-    with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got -1"):
-        experts.combine(received, layout, timeout=-1)
+    into, place = few.dispatch(x, ids)
+    for combine, made in ((experts.combine, received), (few.combine, into)):
+        with pytest.raises(ArgumentError, match=r"layout: wanted .* dispatch, got another"):
+            combine(made, None)
+    with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got 0"):
+        experts.combine(received, layout, timeout=0)
+    assert (few.combine(into, place) == 2).all()
     with pytest.raises(ArgumentError, match=r"expert_out: wanted the shape"):
         experts.combine(np.ones((1, 4), np.float32), layout)
     with pytest.raises(ArgumentError, match=r"topk_weights: wanted the shape \(3, 2\), got \(2, 2\)"):
@@ -177,8 +191,12 @@ def mistakes(comm: hetcoll.Communicator) -> None:
     assert (experts.combine(received, layout) == 2).all()
     comm.barrier()
     experts.close()
-    with pytest.raises(ClosedError):
-        experts.dispatch(x, ids)
+    few.close()
+    for call in (
+        lambda: experts.dispatch(x, ids), lambda: experts.combine(received, layout), lambda: few.combine(into, place),
+    ):  # fmt: skip
+        with pytest.raises(ClosedError):
+            call()
 
 
 def test_mistakes_are_refused_before_anything_is_sent(pool: Pool) -> None:

@@ -262,6 +262,8 @@ def bad_calls(comm: hetcoll.Communicator) -> None:
         ),
         "offset: piece 0, 1 elements from -1 on": lambda: window.put(x, 1, -1, count=1),
         "offset: piece 0, 2 elements from 9223372036854775807 on": lambda: window.put(x, 1, (1 << 63) - 1, count=2),
+        "offset: wanted a whole number, got None": lambda: window.put(x, 1, None, count=2),
+        "src_offset: wanted a whole number, got None": lambda: window.put(x, 1, src_offset=None, count=2),
         "offset: wanted 64 bits": lambda: window.put(x, 1, 1 << 63, count=2),
         "src_offset: piece 0, -1 elements": lambda: window.put(x, 1, count=-1),
         "wanted as many of each, or one, got 1, 2, 3": lambda: window.put(x, 1, [0, 1], count=counts),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranks import Ranks, wait_until
 
 import hetcoll
-from hetcoll import ArgumentError, CollectiveTimeoutError, CommunicationError
+from hetcoll import ArgumentError, BufferTypeError, CollectiveTimeoutError, CommunicationError
 from hetcoll.serving import CacheLayout, Handoff, cuts, pieces
 
 Pool = Callable[..., Ranks]
@@ -106,10 +106,20 @@ def hand_over(comm: hetcoll.Communicator, senders: list[int], receivers: list[in
             with handoff.send(1) as sending:
                 with pytest.raises(ArgumentError, match="src_blocks: wanted blocks in"):
                     sending.layer(0, [6], [0])
+                with pytest.raises(ArgumentError, match="src_blocks: wanted a sequence of whole numbers"):
+                    sending.layer(0, [[0], [1, 2]], [0])
+                with pytest.raises(BufferTypeError, match=r"layer: wanted a whole number, got 1\.5"):
+                    sending.layer(1.5, [0], [0])
+                with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got 'a'"):
+                    sending.flush("a")
                 for layer in range(LAYERS):
                     assert sending.layer(layer, from_blocks, to_blocks)
         else:
             receiving = handoff.receive(1)
+            with pytest.raises(BufferTypeError, match="layer: wanted a whole number, got '0'"):
+                receiving.arrived("0")
+            with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got 'a'"):
+                receiving.wait(0, "a")
             for layer in range(LAYERS):
                 receiving.wait(layer)
                 target[layer][:, to_blocks] = source[layer][:, from_blocks]

@@ -27,6 +27,16 @@ def test_shares_are_whole_and_in_proportion(least: int, weights: list[float], sp
         assert all(abs(a - b) <= 1 for a, b in zip(found, exact, strict=True))
 
 
+@pytest.mark.parametrize("total", [10**9 + 1, 2**62 + 1])
+def test_shares_of_many_elements_are_exact_and_take_no_memory(total: int) -> None:
+    assert shares(total, [1.0, 1.0]) == [total // 2 + 1, total // 2]
+    assert sum(shares(total, [0.1, 0.7, 1e-300], 0)) == total
+
+
+def test_the_heaviest_weights_have_a_sum() -> None:
+    assert shares(9, [1.7e308, 1.7e308, 1.7e308]) == [3, 3, 3]
+
+
 def _means(comm: hetcoll.Communicator) -> None:
     rank, size = comm.rank, comm.size
     each = [0.5 + 2 * r for r in range(size)]
@@ -64,6 +74,7 @@ def _refuse(comm: hetcoll.Communicator) -> None:
         (lambda: comm.allreduce(np.ones(2), op="avg", weight="1"), hetcoll.BufferTypeError, "weight: wanted a number"),
         (lambda: comm.allreduce(np.ones(2), op="avg", weight=0), hetcoll.ArgumentError, "above 0 on some rank"),
         (lambda: comm.allreduce(np.ones(2), op="avg", weight=1, stream=1), hetcoll.ArgumentError, "wanted no stream"),
+        (lambda: comm.shards(10, True), hetcoll.BufferTypeError, "weight: wanted a number, got True"),
         (lambda: comm.shards(10, 0), hetcoll.ArgumentError, "weight: wanted a number above 0"),
         (lambda: comm.shards(1, least=1), hetcoll.ArgumentError, "total: wanted 1 or more for each of 3 ranks, got 1"),
         (lambda: comm.shards(10, least=-1), hetcoll.ArgumentError, "least: wanted 0 or more"),
@@ -82,13 +93,19 @@ def _shards(comm: hetcoll.Communicator) -> None:
     assert comm.shards(4, 1.0 if comm.rank else 1000.0, least=1) == [slice(0, 2), slice(2, 3), slice(3, 4)]
 
 
+def _heavy(comm: hetcoll.Communicator) -> None:
+    values = np.array([1.0 + comm.rank])
+    comm.allreduce(values, op="avg", weight=1.7e308)
+    assert values[0] == pytest.approx(2.0)
+
+
 def _mismatch(comm: hetcoll.Communicator) -> None:
     with pytest.raises(hetcoll.CollectiveMismatchError, match="weight"):
         comm.allreduce(np.ones(2), op="avg", weight=1.0 if comm.rank else None)
 
 
 def test_weighted_means_and_shards(pool: Callable[..., Ranks]) -> None:
-    for case in (_means, _refuse, _shards):
+    for case in (_means, _refuse, _shards, _heavy):
         pool(3).run(case)
 
 

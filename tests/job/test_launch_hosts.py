@@ -179,6 +179,7 @@ def test_the_same_command_on_each_host(tmp_path: Path) -> None:
         (["--node-rank", "2", "--nnodes", "2", "--master", "a"], "--node-rank: wanted 0 to 1, got 2"),
         (["--node-rank", "0", "--nnodes", "3", "-n", "1,2", "--master", "a"], "-n: wanted 3 numbers"),
         (["--node-rank", "0", "--master", "a:99999"], "got 'a:99999'"),
+        (["-n", "99999999999"], "-n: wanted at most 65536 ranks on a host, got 99999999999"),
         (["-n", "some"], "-n: wanted a number of ranks, 1 or more, got 'some'"),
     ],
 )

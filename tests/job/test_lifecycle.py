@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -270,6 +271,17 @@ def join_twice(comm: hetcoll.Communicator) -> list[str]:
             said.append("joined")
         except hetcoll.HetcollError as error:
             said.append(f"{type(error).__name__}: {error}")
+    for words in (
+        ("2", 0, unique_id), (2, None, unique_id), (True, False, unique_id), (1 << 40, 0, unique_id),
+        (2, 0, None), (2, 0, "text"), (2, 0, b""), (2, 0, 5),
+    ):  # fmt: skip
+        with pytest.raises((hetcoll.ArgumentError, hetcoll.BufferTypeError)):
+            hetcoll.Communicator.init(*words, timeout=5)
+    for timeout in (0, -1, math.nan, "5", True):
+        with pytest.raises(hetcoll.ArgumentError, match="timeout: wanted seconds above 0, got"):
+            hetcoll.Communicator.init(2, 0, unique_id, timeout=timeout)
+        with pytest.raises(hetcoll.ArgumentError, match="timeout: wanted seconds above 0, got"):
+            hetcoll.Communicator.join(unique_id, timeout=timeout)
     return said
 
 
@@ -313,6 +325,10 @@ def join_badly(job: Job, message: str) -> str:
 WRONG_SETTINGS = {
     "HETCOLL_ALGO": ("quantum", "names no algorithm: 'quantum'; there are "),
     "HETCOLL_FAULT": ("delay=often", "HETCOLL_FAULT: "),
+    "HETCOLL_TUNED": (
+        "/",
+        "HETCOLL_TUNED: wanted a readable file, or none, got '/'",
+    ),  # also where rank 0 alone reads it
     "HETCOLL_ISA": ("abacus", "HETCOLL_ISA: wanted an instruction set that this processor has, got 'abacus'"),
 }
 

@@ -56,9 +56,12 @@ def test_a_cut_unique_id_is_refused(unique_id: UniqueId, data: st.DataObject) ->
         UniqueId.from_bytes(whole[:cut])
     with pytest.raises(ArgumentError, match="unique id: wanted"):
         UniqueId.from_bytes(whole + b"x")
+    for wrong in (None, 5, "text"):
+        with pytest.raises(ArgumentError, match="unique id: wanted the bytes of to_bytes, got"):
+            UniqueId.from_bytes(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "é", "AAAA" * 20])
+@pytest.mark.parametrize("text", ["", "nonsense", "é", "AAAA" * 20, None, 5, b"bytes"])
 def test_text_that_is_no_unique_id_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match="unique id: wanted"):
         UniqueId.parse(text)

@@ -18,7 +18,7 @@ from hetcoll.config.env import Config
 from hetcoll.config.variables import islands as parse
 from hetcoll.errors import ArgumentError, InitError
 from hetcoll.gpu.slots import slot_bytes
-from hetcoll.job import _with_islands
+from hetcoll.job import _with_device, _with_islands
 from hetcoll.plan.rails import Nic
 from hetcoll.plan.topology import Islands, RankInfo, Topology, restrict, spell_islands
 
@@ -116,6 +116,12 @@ def test_spelling_and_restricting(order: list[int], cuts: set[int], data: st.Dat
 def test_what_names_no_ranks_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match="islands: wanted ranks such as"):
         _with_islands(Config(), text)
+
+
+@pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cpu:0", b"cpu", 0, ["cpu"]])
+def test_what_names_no_device_is_refused(device: Any) -> None:
+    with pytest.raises(ArgumentError, match="device: wanted auto, cpu, cuda, hip"):
+        _with_device(Config(), device)
 
 
 def test_the_argument_wins_over_the_variable() -> None:

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Any
 
+from ..config.variables import LONGEST
 from ..errors import ArgumentError, BufferTypeError
 from ..types import REDUCING, REDUCTIONS, ROOTED, Collective, DType, Format, ReduceOp
 from .buffers import Buffer, read_buffer
@@ -150,6 +152,14 @@ def check_int(value: object, name: str) -> int:
     if not -(1 << 63) <= number < 1 << 63:
         raise ArgumentError(f"{name}: wanted 64 bits, got {number}")
     return number
+
+
+def check_seconds(timeout: Any) -> float:
+    """`timeout` as seconds above 0, of at most LONGEST."""
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not (number and timeout > 0):
+        raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
+    return float(timeout) if timeout < LONGEST else LONGEST
 
 
 def whole(value: Any) -> int | None:

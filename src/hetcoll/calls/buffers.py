@@ -121,7 +121,7 @@ def element_type(dtype: Any) -> np.dtype[Any]:
         found: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise BufferTypeError(f"dtype: {error}; supported: {', '.join(_BY_NAME)}") from None
-    if found.name not in _BY_NAME:
+    if found.name not in _BY_NAME or not found.isnative:
         raise BufferTypeError(f"dtype: {found} is not supported; supported: {', '.join(_BY_NAME)}")
     return found
 
@@ -157,6 +157,8 @@ def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
             f"{name}: wanted an array (NumPy, DLPack, CUDA array interface or the buffer protocol), got"
             f" {type(obj).__name__}; numpy.asarray makes one of numbers; broadcast_object and its like take objects"
         ) from None
+    except (BufferError, ValueError) as error:  # it was released, or closed
+        raise BufferTypeError(f"{name}: this {type(obj).__name__} cannot be read: {error}") from error
     return _from_memoryview(view, name, writable)
 
 

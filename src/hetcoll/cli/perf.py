@@ -13,7 +13,7 @@ from .bench import Bench
 from .cases import places
 from .on_device import Stream, choose_device, visible_gpus
 from .own import import_own
-from .report import Row, Table, describe_run, header, human_size, write_csv, write_json
+from .report import Row, Table, check_output, describe_run, header, human_size, write_csv, write_json
 from .sweeps import add_arguments, have_ml_dtypes
 from .terminal import Progress, Screen
 
@@ -28,6 +28,9 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     known = None if args.compare is None else compare.read(args.compare)
     if args.plot is not None:
         plot.check(args.plot)  # before minutes of measuring
+    for option, path in (("--json", args.json), ("--csv", args.csv)):
+        if path not in (None, "-"):
+            check_output(option, path)
     if args.transport is not None:
         os.environ["HETCOLL_TRANSPORT"] = args.transport  # before anyone reads it; the ranks inherit it
     from ..config.env import environment

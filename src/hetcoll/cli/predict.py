@@ -82,6 +82,8 @@ def main(args: argparse.Namespace) -> int:
         text = path.read_text()
     except OSError as error:
         raise ArgumentError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{path}: wanted text, got {error}") from None
     base = _table(read(text, str(path)), collective, sizes, args)
     other = _table(read(text, str(path), tuple(args.what_if)), collective, sizes, args) if args.what_if else None
     if args.json:

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from ..errors import ArgumentError
 from ..links.tuned import processor
 
 SCHEMA = 1
@@ -172,6 +173,12 @@ class Table:
 def _time(microseconds: float) -> str:
     digits = 3 if microseconds < 10 else 2 if microseconds < 100 else 1 if microseconds < 10000 else 0
     return f"{microseconds:.{digits}f}"
+
+
+def check_output(option: str, path: str) -> None:
+    """ArgumentError unless such a file can be written."""
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ArgumentError(f"{option}: wanted a file in a folder that is there, got {path!r}")
 
 
 def write_json(path: str, env: Mapping[str, Any], rows: Iterable[Row]) -> None:

@@ -13,6 +13,11 @@ from ..types import Format
 Environ = Mapping[str, str]
 T = TypeVar("T")
 
+LONGEST = 2e6
+"""Seconds, 23 days: poll(2) counts milliseconds in 31 bits. Whoever asks for more waits as long."""
+
+_MOST_BYTES = 1 << 47  # of an address space
+_MOST_RANK = 1 << 20
 _SUFFIX = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -67,27 +72,27 @@ def choices(*words: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def seconds(text: str) -> float:
-    """A finite time above 0."""
+    """A finite time above 0, of at most LONGEST."""
     value = float(text)
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(text)
-    return value
+    return min(value, LONGEST)
 
 
 def span(text: str) -> float:
-    """A finite time, 0 or more."""
+    """A finite time of 0 or more, of at most LONGEST."""
     value = float(text)
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError(text)
-    return value
+    return min(value, LONGEST)
 
 
 def nbytes(text: str) -> int:
-    """A size above 0: ``4194304``, ``4096K``, ``4M``, ``4MiB``."""
+    """A size above 0 that an address space has room for: ``4194304``, ``4096K``, ``4M``, ``4MiB``."""
     digits = text.upper().removesuffix("B").removesuffix("I")
     suffix = digits[-1:] if digits[-1:].isalpha() else ""
     value = int(digits.removesuffix(suffix), 10) * _SUFFIX[suffix]
-    if value <= 0:
+    if not 0 < value < _MOST_BYTES:
         raise ValueError(text)
     return value
 
@@ -122,7 +127,7 @@ def islands(text: str) -> tuple[tuple[int, ...], ...]:
 
 def _ranks(word: str) -> range:
     low, dash, high = word.strip().partition("-")
-    rank = whole(0, 1 << 31)
+    rank = whole(0, _MOST_RANK)
     found = range(rank(low), rank(high if dash else low) + 1)
     if not found:
         raise ValueError(word)

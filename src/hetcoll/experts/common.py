@@ -34,12 +34,14 @@ class Common:
         fp8: bool = False,
         timeout: float | None = None,
     ) -> None:
+        num_experts, hidden = check_int(num_experts, "num_experts"), check_int(hidden, "hidden")
+        max_tokens, topk = check_int(max_tokens, "max_tokens"), check_int(topk, "topk")
         for name, value in (("num_experts", num_experts), ("hidden", hidden), ("topk", topk)):
-            if check_int(value, name) < 1:
+            if value < 1:
                 raise ArgumentError(f"{name}: wanted 1 or more, got {value}")
         if num_experts % comm.size:
             raise ArgumentError(f"num_experts: wanted a multiple of the {comm.size} ranks, got {num_experts}")
-        if not 1 <= check_int(max_tokens, "max_tokens") <= _MOST_TOKENS:
+        if not 1 <= max_tokens <= _MOST_TOKENS:
             raise ArgumentError(f"max_tokens: wanted 1 to {_MOST_TOKENS}, got {max_tokens}")
         if fp8 and hidden % GROUP:
             raise ArgumentError(f"hidden: wanted a multiple of {GROUP} with fp8, got {hidden}")
@@ -67,6 +69,11 @@ class Common:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        self._comm._core.host.check_usable()
+        if self._closed:
+            raise ClosedError(self._closed)
 
     def _tokens(self, x: Any, topk_ids: Any) -> tuple[Buffer, Buffer, int]:
         """What is dispatched: tokens, ids, and how many."""
@@ -99,12 +106,10 @@ class Common:
     ) -> int | None:  # fmt: skip
         """The handle of the stream; None on the host. Raises where a call may not begin here, or what belongs to
         `source` is elsewhere; `captured`: a graph may capture it. What is refused later other ranks have heard of."""
+        self._check_open()
         core = self._comm._core
-        core.host.check_usable()
         core.check_outside_group(lambda: f"experts' tokens ({name})")
         core.seconds(timeout)
-        if self._closed:
-            raise ClosedError(self._closed)
         if self._place not in ("", source.place):
             raise BufferTypeError(f"{name}: wanted memory of {self._place}, as before, got some of {source.place}")
         if beside is not None and beside.place != source.place:
@@ -140,7 +145,7 @@ class Common:
 def _dtype(dtype: Any) -> DType:
     """Of a `DType`, its label, or what NumPy and PyTorch call it."""
     name = dtype.label if isinstance(dtype, DType) else str(dtype).removeprefix("torch.")
-    if not isinstance(dtype, DType | str) and not name.isidentifier():
+    if isinstance(dtype, type):
         name = np.dtype(dtype).name  # a NumPy scalar's class
     found = next((each for each in _DTYPES if each.label == name), None)
     if found is None:

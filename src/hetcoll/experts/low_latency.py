@@ -92,8 +92,14 @@ class LowLatencyExperts(Common):
         The result is written to `out`, where there is one, which a graph needs unless its library makes arrays
         while it captures.
         """
+        self._check_open()
         few, shape = self._few, (self.num_local_experts, self._comm.size * self.max_tokens, self.hidden)
-        if few is None or layout._of is not self._layouts or layout._number != self._dispatched - 1:
+        if (
+            few is None
+            or not isinstance(layout, LowLatencyLayout)
+            or layout._of is not self._layouts
+            or layout._number != self._dispatched - 1
+        ):
             raise ArgumentError("layout: wanted that of the last dispatch, got another")
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)
         handle = self._begin(

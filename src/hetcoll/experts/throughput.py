@@ -91,8 +91,9 @@ class Experts(Common):
         these are added in the order of ranks, in float32, and rounded. So the bits are the same run after run. A
         token of no expert is 0. A layout may be combined several times.
         """
+        self._check_open()
         way = self._way
-        if way is None or layout._of is not self._layouts:
+        if way is None or not isinstance(layout, ExpertLayout) or layout._of is not self._layouts:
             raise ArgumentError("layout: wanted one of these experts' dispatch, got another")
         shape = (sum(layout.num_tokens_per_expert), self.hidden)
         source, weights = self._made(expert_out, topk_weights, shape, layout._tokens)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..calls import check_seconds
 from ..calls.buffers import Buffer
 from ..errors import CollectiveTimeoutError, DeviceError
 from ..runtime.executor import Snapshot
@@ -39,7 +40,7 @@ class GpuSnapshot(Snapshot):
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the copy is there: streams that wait for others are let go when the communicator fails."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + check_seconds(timeout)
         pause = _PAUSES[0]
         while not self.done:
             if deadline is not None and time.monotonic() > deadline:

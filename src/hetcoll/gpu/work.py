@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from ..calls import check_seconds
 from ..calls.buffers import read_buffer
 from ..errors import CollectiveTimeoutError
 from ..work import Work
@@ -36,7 +37,8 @@ class GpuWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         """Block the host until the operation is complete, and it may be what was enqueued since, too."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout  # the watch ends what gets stuck
+        # The watch ends what gets stuck.
+        deadline = math.inf if timeout is None else time.monotonic() + check_seconds(timeout)
         pause = 20e-6
         while not self.done:
             if time.monotonic() > deadline:

@@ -22,7 +22,7 @@ import hetcoll._native as _native
 from ..config.env import SHM_STORES, Config
 from ..config.limits import address_space_left
 from ..config.version import __version__
-from ..errors import InitError, parser
+from ..errors import ArgumentError, InitError, parser
 from ..plan.rails import Nic
 from ..plan.topology import RankInfo, spell_islands
 from ..rendezvous.protocol.columns import Column, Telling
@@ -67,7 +67,7 @@ class Introduction:
     no_gpu: str
     claims: bool
     room: int | None  # what is left of its address space
-    tuned: tuple[str, str]  # see `tuned.load`
+    tuned: tuple[str | None, str]  # see `_loaded`
     version: str
     pid: int
     name: bytes  # random, by which its memory is found
@@ -87,7 +87,7 @@ class Introduction:
             no_gpu=no_gpu,
             claims=_native.claims_slots(SHM_STORES.index(config.shm_stores)),
             room=address_space_left(),
-            tuned=_checked(config) if rank == 0 else ("", ""),
+            tuned=_loaded(config) if rank == 0 else ("", ""),
             version=__version__,
             pid=os.getpid(),
             name=os.urandom(_NAME_BYTES),
@@ -143,15 +143,19 @@ class Introductions:
         self.measured = _read(*told[0][5])  # all ranks choose by rank 0's
 
 
-def _checked(config: Config) -> tuple[str, str]:
-    """What was measured on hosts like this one, and in which file; ArgumentError where that cannot be read."""
-    text, name = tuned.load(config.tuned, config.cache)
-    _read(text, name)
-    return text, name
+def _loaded(config: Config) -> tuple[str | None, str]:
+    """What was measured on hosts like this one, and in which file; or None, and why that cannot be read."""
+    try:
+        return tuned.load(config.tuned, config.cache)
+    except ArgumentError as error:
+        return None, str(error)
 
 
 @cache  # a job has one, and many communicators
-def _read(text: str, name: str) -> Tuned | None:
+def _read(text: str | None, name: str) -> Tuned | None:
+    """ArgumentError, on all ranks, where rank 0's file is no good."""
+    if text is None:
+        raise ArgumentError(name)
     if not text:
         return None
     from ..plan.tuned import read  # imports count

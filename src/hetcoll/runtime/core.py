@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -279,11 +280,7 @@ class Core:
 
     def seconds(self, timeout: float | None) -> float:
         """How long a call waits."""
-        if timeout is None:
-            return self.config.timeout
-        if not isinstance(timeout, int | float) or not timeout > 0:
-            raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
-        return float(timeout)
+        return self.config.timeout if timeout is None else calls.check_seconds(timeout)
 
     # Telling, failing and ending.
 
@@ -328,11 +325,15 @@ class Core:
     def dump(self, most: int) -> str:
         """See `Communicator.dump`."""
         self.host.check_parent()
-        return self.recorder.dump(calls.check_int(most, "most"))
+        if (count := calls.check_int(most, "most")) < 0:
+            raise ArgumentError(f"most: wanted 0 or more, got {count}")
+        return self.recorder.dump(count)
 
     def trace(self, path: str, timeout: float) -> None:
         """See `Communicator.trace`."""
         self.host.check_usable()
+        if not isinstance(path, str | bytes | os.PathLike):  # a number would be a descriptor of somebody's
+            raise BufferTypeError(f"path: wanted a file's name, got {path!r}")
         self.recorder.trace(path, self.seconds(timeout))
 
     def log_news(self) -> None:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from .. import lifetime
+from ..calls import check_int, check_seconds
 from ..config.env import Config, configuration
 from ..config.process import configure
 from ..config.variables import parse_format
-from ..errors import ArgumentError, PeerLostError
+from ..errors import ArgumentError, BufferTypeError, PeerLostError
 from ..plan.topology import restrict
 from ..rendezvous import decisions
 from ..rendezvous.protocol.unique_id import UniqueId
@@ -28,30 +29,40 @@ Make = Callable[[Session, bytes, int, int, Config, float], C]
 
 def init(make: Make[C], size: int, rank: int, unique_id: UniqueId | str | bytes, timeout: float | None) -> C:
     """See `Communicator.init`."""
-    if size < 1 or not 0 <= rank < size:
+    if isinstance(size, bool) or isinstance(rank, bool):
+        raise BufferTypeError(f"rank and size: wanted whole numbers, got rank {rank} of size {size}")
+    size, rank = check_int(size, "size"), check_int(rank, "rank")
+    if not 0 <= rank < size < 1 << 31:
         raise ArgumentError(f"rank and size: wanted 0 <= rank < size, got rank {rank} of size {size}")
     unique_id = parse(unique_id)
+    seconds = None if timeout is None else check_seconds(timeout)
     config = configuration()
     configure(config)
     if config.objects is None:  # who has the unique id has the job's secret
         config = replace(config, objects=True)
-    return enter(make, unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
+    return enter(make, unique_id, rank, size, config, config.init_timeout if seconds is None else seconds)
 
 
 def join(make: Make[C], unique_id: UniqueId | str | bytes, timeout: float | None) -> C:
     """See `Communicator.join`."""
+    unique_id = parse(unique_id)
+    seconds = None if timeout is None else check_seconds(timeout)
     config = configuration()
     configure(config)
     if config.objects is None:
         config = replace(config, objects=True)
-    return come_in(make, parse(unique_id), 0, 1, config, config.init_timeout if timeout is None else timeout)
+    return come_in(make, unique_id, 0, 1, config, config.init_timeout if seconds is None else seconds)
 
 
 def parse(unique_id: UniqueId | str | bytes) -> UniqueId:
     """That of a job, in any of its forms."""
     if isinstance(unique_id, str):
         return UniqueId.parse(unique_id)
-    return UniqueId.from_bytes(unique_id) if isinstance(unique_id, bytes) else unique_id
+    if isinstance(unique_id, bytes):
+        return UniqueId.from_bytes(unique_id)
+    if not isinstance(unique_id, UniqueId):
+        raise BufferTypeError(f"unique_id: wanted a UniqueId, or its text or bytes, got {unique_id!r}")
+    return unique_id
 
 
 def come_in(make: Make[C], unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> C:

@@ -37,6 +37,8 @@ def pieces(
         if not (_is_single(here) and _is_single(there)):
             raise ArgumentError("count: wanted one a piece, where there are several")
         count = here_count - check_int(here, own)
+    if here is None or there is None:  # which the native function does not take
+        raise BufferTypeError(f"{own if here is None else 'offset'}: wanted a whole number, got None")
     return _native.piece_rows(here, there, count, here_count, there_count, itemsize) or _converted(
         here_count, there_count, here, there, count, itemsize, name, peer
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 import hetcoll._native as _native
 
+from ..calls import check_seconds
 from ..calls.buffers import Buffer
 from ..errors import ArgumentError
 from ..health.desync_report import Called
@@ -98,7 +99,7 @@ class Parcel(Work):
             self._begun.set()
 
     def wait(self, timeout: float | None = None) -> None:
-        seconds = self._limit if timeout is None else timeout
+        seconds = self._limit if timeout is None else check_seconds(timeout)
         deadline = time.monotonic() + seconds
         while not self.done:
             left = deadline - time.monotonic()

@@ -76,17 +76,21 @@ def _filled(call: Callable[..., object], array: object, out: A, async_op: bool, 
 def _total(counts: Sequence[int]) -> int:
     try:
         return max(0, sum(map(int, counts)))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0  # the call says what is wrong with them
 
 
 def _shape(array: Any) -> tuple[int, ...]:
+    """BufferTypeError for what is no array."""
+    read_buffer(array, "sendbuf", writable=False)
     return tuple(array.shape) if hasattr(array, "shape") else ()
 
 
 def like(array: A, shape: tuple[int, ...]) -> A:
     """An array of this shape, of the kind, type and device of `array`, uninitialised."""
     source = read_buffer(array, "sendbuf", writable=False)
+    if (nbytes := math.prod(shape) * source.dtype.itemsize) >= 1 << 63:
+        raise ArgumentError(f"recvbuf: wanted less than 2**63 bytes, got {nbytes}")
     given: Any = array
     out: Any = None
     if isinstance(given, np.ndarray):

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from ..calls.buffers import Buffer, element_type
 from ..errors import ArgumentError, BufferTypeError
 from ..types import DType, ReduceOp
 from .core import Core
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 _WIDE = {
     DType.FLOAT64: np.float64, DType.COMPLEX64: np.complex64, DType.COMPLEX128: np.complex128,
@@ -36,12 +39,15 @@ def shares(total: int, weights: Sequence[float], least: int = 1) -> list[int]:
     spare = total - least * len(weights)
     if spare < 0:
         raise ArgumentError(f"total: wanted {least} or more for each of {len(weights)} ranks, got {total}")
-    wanted = [max(total * weight / sum(weights) - least, 0.0) for weight in weights]
-    scale = spare / sum(wanted) if sum(wanted) else 0.0
+    heavy = _exact(weights)
+    whole = sum(heavy)
+    above = [total * weight / whole - least for weight in heavy]
+    wanted = [each if each > 0 else 0 for each in above]
+    scale = spare / sum(wanted) if any(wanted) else 0
     exact = [scale * each for each in wanted]
     found = [int(each) for each in exact]
     order = sorted(range(len(weights)), key=lambda rank: (found[rank] - exact[rank], rank))
-    for rank in (order * (spare // len(order) + 1))[: spare - sum(found)]:
+    for rank in order[: spare - sum(found)]:
         found[rank] += 1
     return [least + each for each in found]
 
@@ -60,7 +66,14 @@ def shards(core: Core, total: int, weight: float, least: int, timeout: float | N
 
 
 def weighed(
-    core: Core, sendbuf: Any, recvbuf: Any, op: object, weight: float, stream: object, timeout: float | None
+    core: Core,
+    sendbuf: Any,
+    recvbuf: Any,
+    op: object,
+    weight: float,
+    stream: object,
+    timeout: float | None,
+    compress: object,
 ) -> tuple[Any, None, ReduceOp]:
     """What to reduce, in place and by which operation, so that the mean of all ranks' `sendbuf` comes out, each
     counted `weight` times: this rank's part of it, which lies where the result is to be.
@@ -76,21 +89,35 @@ def weighed(
         raise BufferTypeError(f"weight: wanted floats or complex numbers, got {call.dtype.label}")
     if stream is not None:
         raise ArgumentError("weight: wanted no stream, since the array's library scales on its own current one")
+    core.compression.choose(call, compress)  # before anything is sent, or scaled where it lies
     told = _told(core, "allreduce(op=avg, weight)", _checked(weight, zero=True), timeout)
-    if (whole := math.fsum(told)) <= 0:
+    exact = _exact(told)
+    if not (whole := sum(exact)):
         raise ArgumentError(f"weight: wanted one above 0 on some rank, got {told}")
     target = sendbuf if recvbuf is None else recvbuf
-    _scale(sendbuf, call.send, told[core.rank] / whole, target, call.recv)
+    _scale(sendbuf, call.send, float(exact[core.rank] / whole), target, call.recv)
     return target, None, ReduceOp.SUM
 
 
 def _checked(weight: object, *, zero: bool) -> float:
     if isinstance(weight, bool) or not hasattr(weight, "__float__"):
         raise BufferTypeError(f"weight: wanted a number, got {weight!r}")
-    value = float(weight)
+    try:
+        value = float(weight)
+    except TypeError:  # arrays have it, and refuse
+        raise BufferTypeError(f"weight: wanted a number, got {weight!r}") from None
+    except OverflowError:
+        value = math.inf
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         raise ArgumentError(f"weight: wanted a number {'of 0 or more' if zero else 'above 0'}, got {value}")
     return value
+
+
+def _exact(weights: Sequence[float]) -> list[Fraction]:
+    """Floats would lose elements of many, and the largest have no sum."""
+    from fractions import Fraction  # few programs weigh, and imports count
+
+    return list(map(Fraction, weights))
 
 
 def _told(core: Core, label: str, weight: float, timeout: float | None) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from .. import ArgumentError, CollectiveTimeoutError, CommunicationError, Communicator, Work
-from ..calls import check_int, check_rank
+from ..calls import check_int, check_rank, check_seconds
 from ..calls.buffers import read_buffer
 from ..runtime.one_sided import Window
 from .layouts import CacheLayout, Numbers, cuts, pieces
@@ -101,7 +101,7 @@ class Handoff:
         self.close()
 
     def _take(self, slot: int) -> int:
-        if not 0 <= check_int(slot, "slot") < self.slots:
+        if not 0 <= (slot := check_int(slot, "slot")) < self.slots:
             raise ArgumentError(f"slot: wanted one of {self.slots}, got {slot}")
         if self._open[slot]:
             raise ArgumentError(f"slot: {slot} is still in use: close it first")
@@ -174,7 +174,7 @@ class Sending:
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until what was begun is there. Then its blocks are free."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + check_seconds(timeout)
         while self._works:
             self._works[0].wait(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
             self._works.pop(0)
@@ -287,7 +287,7 @@ class Receiving:
         return self._count(layer) >= self._wanted(layer)
 
     def _check(self, layer: int) -> int:
-        if not 0 <= layer < self._handoff.dst.layers:
+        if not 0 <= (layer := check_int(layer, "layer")) < self._handoff.dst.layers:
             raise ArgumentError(f"layer: wanted one of {self._handoff.dst.layers}, got {layer}")
         if self._closed:
             raise ArgumentError(f"slot: this use of {self._slot} was closed")
@@ -301,7 +301,7 @@ class _Slice(NamedTuple):
 
 def _slices(timeout: float | None) -> Iterator[_Slice]:
     """Seconds to wait one after the other; of the last one nobody is to wait on."""
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    deadline = math.inf if timeout is None else time.monotonic() + check_seconds(timeout)
     while (left := deadline - time.monotonic()) > _LOOK:
         yield _Slice(_LOOK, True)
     yield _Slice(max(left, 1e-3), False)

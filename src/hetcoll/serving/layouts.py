@@ -102,7 +102,7 @@ def pieces(
 ) -> tuple[Column, Column, Column]:
     """Offsets in the source's array and in the target's, and lengths, in elements, of one layer of blocks: as few
     pieces as the two orders allow. Block `src_blocks[i]` becomes `dst_blocks[i]`."""
-    if not 0 <= layer < src.layers:
+    if not 0 <= (layer := check_int(layer, "layer")) < src.layers:
         raise ArgumentError(f"layer: wanted one of {src.layers}, got {layer}")
     columns = [_blocks(src_blocks, src.blocks, "src_blocks"), _blocks(dst_blocks, dst.blocks, "dst_blocks")]
     if len(columns[0]) != len(columns[1]):
@@ -131,7 +131,10 @@ def pieces(
 
 
 def _blocks(blocks: Numbers, most: int, name: str) -> Column:
-    found = np.asarray(blocks)
+    try:
+        found = np.asarray(blocks)
+    except ValueError:  # rows of several lengths
+        raise ArgumentError(f"{name}: wanted a sequence of whole numbers, got {blocks!r}") from None
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise ArgumentError(f"{name}: wanted a sequence of whole numbers, got {blocks!r}")
     if found.size and not (int(found.min()) >= 0 and int(found.max()) < most):

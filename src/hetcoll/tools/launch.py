@@ -21,6 +21,7 @@ from ..errors import ArgumentError
 from .processes import Command, Job, Printer
 
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15"
+_MOST = 1 << 16  # ranks of a host: no host has so many processes to spare, and a list of more may not fit its memory
 _AGENT_GRACE = 5.0  # seconds beyond the ranks' own that a launcher on another host has to end
 
 
@@ -101,6 +102,8 @@ def run(
     """
     if nproc < 1:
         raise ArgumentError(f"nproc: wanted 1 or more, got {nproc}")
+    if nproc > _MOST:
+        raise ArgumentError(f"-n: wanted at most {_MOST} ranks on a host, got {nproc}")
     if not command:
         raise ArgumentError("command: wanted a program or a script, got nothing")
     by_python = command[0] == "-m" or command[0].endswith(".py")

@@ -61,6 +61,8 @@ class UniqueId:
     @classmethod
     def from_bytes(cls, data: bytes) -> UniqueId:
         """What `to_bytes` made; ArgumentError for anything else."""
+        if not isinstance(data, bytes):
+            raise ArgumentError(f"unique id: wanted the bytes of to_bytes, got {data!r}")
         try:
             magic, job_id, secret, count = _HEAD.unpack_from(data)
             addresses, at = [], _HEAD.size
@@ -80,6 +82,8 @@ class UniqueId:
     @classmethod
     def parse(cls, text: str) -> UniqueId:
         """What `str` made; ArgumentError for anything else."""
+        if not isinstance(text, str):
+            raise ArgumentError(f"unique id: wanted the text of str(unique_id), got {text!r}")
         try:
             return cls.from_bytes(base64.b64decode(text.strip().encode(), altchars=b"-_", validate=True))
         except (binascii.Error, ValueError) as error:
