@@ -13,9 +13,6 @@ from typing import Any, Protocol
 
 import hetcoll._native as _native
 
-from .calls import check_seconds
-from .errors import BufferTypeError
-
 log = logging.getLogger("hetcoll")
 
 _RUNNING, _DONE, _FAILED = 0, 1, 2
@@ -60,12 +57,10 @@ class Work:
         `CollectiveTimeoutError` when `timeout` seconds (default: the communicator's) pass first, after which the
         communicator is unusable.
         """
-        if timeout is not None:
-            timeout = check_seconds(timeout)  # also of what is over, which it may be by chance
         comm, ticket = self._comm, self._ticket  # another thread may release them
         if ticket is None or comm is None:
             return
-        if ticket.state == _RUNNING or ticket.state == _FAILED:
+        if ticket.state != _DONE or timeout is not None:  # a wrong time is told also of what is over by chance
             comm._wait(ticket, timeout)
         self._release()
 
@@ -108,7 +103,7 @@ class Work:
         the interpreter ends first nobody is called.
         """
         if not callable(callback):
-            raise BufferTypeError(f"callback: wanted a function of a Work, got {callback!r}")
+            raise TypeError(f"callback: wanted a function of a Work, got {callback!r}")
         if self.done:
             _tell(self, callback)
         else:

@@ -19,15 +19,10 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll import ArgumentError, BufferTypeError, ClosedError, CollectiveMismatchError, PeerLostError
-<<<<<<< HEAD
 from hetcoll.calls.buffers import read_buffer
 from hetcoll.experts import Experts, LowLatencyExperts
 from hetcoll.experts.few import HostFew
 from hetcoll.experts.rows import HostRows, Wire, bytes_of, decode, encode, narrow, widen
-=======
-from hetcoll.experts import Experts, LowLatencyExperts
-from hetcoll.experts.rows import decode, encode, narrow, widen
->>>>>>> work-rev2
 from hetcoll.types import DType
 
 Pool = Callable[..., Ranks]
