@@ -24,7 +24,7 @@ NATIVE_TESTS := hetcoll_engine_test hetcoll_verbs_test
 tests_under = $(NATIVE_TESTS) $(if $(filter thread,$(1)),,hetcoll_kernels_test)
 
 CPUS := $(shell nproc 2>/dev/null || echo 2)
-LANES ?= $(shell n=$(CPUS); echo $$((n < 6 ? n + 2 : 8)))
+LANES ?= $(shell n=$(CPUS); echo $$((n < 4 ? n + 4 : 8)))
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(CPUS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The ranks of a test are processes of their own: each would compile the tests' modules anew.
@@ -84,8 +84,7 @@ else
 	$(BIN)/python -m pytest $(TESTS)
 endif
 
-# LANES files run at a time, two more than there are processors: with one more a tenth of these was idle, with three more
-# what has deadlines waited. What takes long begins first (tests/conftest.py), above all the virtual machines. LANES=0
+# LANES files run at a time, four more than there are processors: with two more a tenth of these was idle. What takes long begins first (tests/conftest.py), above all the virtual machines. LANES=0
 # runs all one by one.
 test-lanes: $(TESTED)
 	$(BIN)/python -m pytest -n $(LANES) --no-loadscope-reorder $(RERUNS) -m "not calm$(BUT)"
