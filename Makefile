@@ -84,8 +84,8 @@ else
 	$(BIN)/python -m pytest $(TESTS)
 endif
 
-# LANES files run at a time, four more than there are processors: with two more a tenth of these was idle. What takes long begins first (tests/conftest.py), above all the virtual machines. LANES=0
-# runs all one by one.
+# LANES files run at a time, four more than there are processors: with two more a tenth of these was idle. What takes long
+# begins first (tests/conftest.py), above all the virtual machines. LANES=0 runs all one by one.
 test-lanes: $(TESTED)
 	$(BIN)/python -m pytest -n $(LANES) --no-loadscope-reorder $(RERUNS) -m "not calm$(BUT)"
 
