@@ -156,7 +156,7 @@ def check_int(value: object, name: str) -> int:
 
 def check_seconds(timeout: Any) -> float:
     """`timeout` as seconds above 0, of at most LONGEST."""
-    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    number = isinstance(timeout, float | int | Real) and not isinstance(timeout, bool)  # Real's own check takes longer
     if not (number and timeout > 0):
         raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
     return float(timeout) if timeout < LONGEST else LONGEST
