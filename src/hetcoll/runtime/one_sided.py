@@ -137,12 +137,12 @@ class Window:
         if not 0 <= (least := check_int(value, "value")) < _MOST_SIGNAL:
             raise ArgumentError(f"value: wanted 0 or more, below 2**62, got {least}")
         self._check_open()
-        what = f"wait_signal({at}, {least})"
+        what, seconds = f"wait_signal({at}, {least})", side.core.seconds(timeout)
         if stream is not None:
             side.devices.wait_on(stream, self._number, self._exposed[side.core.rank].signals, at, least)
             return Transfer(side, side.core.engine.expect(self._number, at, least), None, what)
         ticket = side.core.engine.expect(self._number, at, least)
-        return side.begun(ticket, None, what, async_op, timeout)
+        return side.begun(ticket, None, what, async_op, seconds)
 
     def close(self) -> None:
         """Take this rank's memory back. Local. When it returns nothing touches the memory any more: what comes later is

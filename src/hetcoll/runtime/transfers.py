@@ -42,7 +42,7 @@ class Transfer(Work):
         side, ticket = self._comm, self._ticket
         if side is None or ticket is None:
             return
-        side.finish(ticket, timeout, self._what)
+        side.finish(ticket, side.core.seconds(timeout), self._what)
         self._release()
 
     @property
@@ -90,7 +90,7 @@ class OneSided:
             self.devices.forget_all(number)
             self._windows.pop(number, None)
 
-    def begun(self, ticket: _native.Ticket, keep: Any, what: str, async_op: bool, seconds: float | None) -> Work:
+    def begun(self, ticket: _native.Ticket, keep: Any, what: str, async_op: bool, seconds: float) -> Work:
         """The Work of what was started; over, unless it is asynchronous."""
         self._keep(ticket, keep)
         if async_op:
@@ -111,11 +111,10 @@ class OneSided:
         with self._lock:
             self._pending.pop(id(ticket), None)
 
-    def finish(self, ticket: _native.Ticket, timeout: float | None, what: str) -> None:
+    def finish(self, ticket: _native.Ticket, seconds: float, what: str) -> None:
         """Wait for it; raises what it failed with."""
         core = self.core
         core.host.check_parent()
-        seconds = core.seconds(timeout)
         if ticket.state != _DONE:
             core.engine.wait(ticket, seconds)
         if ticket.state in (_DONE, _FAILED):
@@ -168,7 +167,7 @@ class OneSided:
     # Of a `Work`'s communicator.
 
     def _wait(self, ticket: _native.Ticket, timeout: float | None) -> None:
-        self.finish(ticket, timeout, "a one-sided message")
+        self.finish(ticket, self.core.seconds(timeout), "a one-sided message")
 
     def _check_limit(self, ticket: _native.Ticket, waited: float) -> None:
         if waited >= self.core.config.timeout:

@@ -262,7 +262,7 @@ class nixl_agent:  # noqa: N801  # as there
             self._map_for(handle._gets, own, peer, number)
         ticket = side.core.engine.transfer(handle._gets, number, peer, buffer.ptr, rows, -1, device, after, own)
         what = f"{'READ from' if handle._gets else 'WRITE to'} agent {self._names[peer]} of {len(rows)} descriptors"
-        begun: Work = side.begun(ticket, buffer, what, True, None)
+        begun: Work = side.begun(ticket, buffer, what, True, side.core.config.timeout)
         return begun
 
     def _map_for(self, gets: bool, own: int, peer: int, number: int) -> None:
