@@ -9,7 +9,6 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
-from .calls import check_seconds
 from .communicator import Communicator
 from .config import variables
 from .config.env import DEVICES, Config, configuration, environment
@@ -18,7 +17,7 @@ from .config.process import configure
 from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
 from .rendezvous.session import coming_together
-from .types import FormatName
+from .types import FormatName, as_seconds
 
 _world: weakref.ref[Communicator] | None = None
 
@@ -63,7 +62,9 @@ def init(
     world = None if _world is None else _world()
     if world is not None and not world.closed:
         raise InitError("hetcoll.init() was called already and its communicator is open; use comm.split(0) for another")
-    asked = None if timeout is None else check_seconds(timeout)
+    asked = None if timeout is None else as_seconds(timeout)
+    if timeout is not None and asked is None:
+        raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
     env = environment()
     config = _with_device(_with_islands(env.config, islands), device)
     if compress is not None:

@@ -8,7 +8,19 @@ reductions are NCCL's own numbers (nccl.h), so that an island can hand them thro
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
+
+LONGEST = 2e6
+"""Seconds, 23 days: poll(2) counts milliseconds in 31 bits. Whoever asks for more waits as long."""
+
+
+def as_seconds(value: Any) -> float | None:
+    """`value` as seconds above 0, of at most LONGEST; None where it is none."""
+    number = isinstance(value, float | int | Real) and not isinstance(value, bool)  # Real's own check takes longer
+    if not (number and value > 0):
+        return None
+    return float(value) if value < LONGEST else LONGEST
 
 
 class Labelled(IntEnum):

@@ -10,12 +10,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from numbers import Real
 from typing import Any
 
-from ..config.variables import LONGEST
 from ..errors import ArgumentError, BufferTypeError
-from ..types import REDUCING, REDUCTIONS, ROOTED, Collective, DType, Format, ReduceOp
+from ..types import REDUCING, REDUCTIONS, ROOTED, Collective, DType, Format, ReduceOp, as_seconds
 from .buffers import Buffer, read_buffer
 
 SEND, RECV, SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
@@ -155,11 +153,10 @@ def check_int(value: object, name: str) -> int:
 
 
 def check_seconds(timeout: Any) -> float:
-    """`timeout` as seconds above 0, of at most LONGEST."""
-    number = isinstance(timeout, float | int | Real) and not isinstance(timeout, bool)  # Real's own check takes longer
-    if not (number and timeout > 0):
+    """ArgumentError for what `types.as_seconds` does not take."""
+    if (found := as_seconds(timeout)) is None:
         raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
-    return float(timeout) if timeout < LONGEST else LONGEST
+    return found
 
 
 def whole(value: Any) -> int | None:

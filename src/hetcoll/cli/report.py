@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ..errors import ArgumentError
+from .. import ArgumentError
 from ..links.tuned import processor
 
 SCHEMA = 1

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import ArgumentError
-from ..types import Format
+from ..types import LONGEST, Format
 
 Environ = Mapping[str, str]
 T = TypeVar("T")
-
-LONGEST = 2e6
-"""Seconds, 23 days: poll(2) counts milliseconds in 31 bits. Whoever asks for more waits as long."""
 
 _MOST_BYTES = 1 << 47  # of an address space
 _MOST_RANK = 1 << 20

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import hetcoll._native as _native
 
-from ..errors import CommunicationError
+from ..errors import ArgumentError, BufferTypeError, CommunicationError
 from .desync_report import Called
 
 log = logging.getLogger("hetcoll")
@@ -68,6 +69,8 @@ class FlightRecorder:
 
     def dump(self, most: int) -> str:
         """See `Communicator.dump`."""
+        if most < 0:
+            raise ArgumentError(f"most: wanted 0 or more, got {most}")
         now, calls = time.monotonic_ns(), self.calls(most)[-most:]
         lines = [f"rank {self._rank} of {self._size}: {len(calls)} calls, the latest last"]
         for call in calls:
@@ -81,6 +84,8 @@ class FlightRecorder:
 
     def trace(self, path: str, seconds: float) -> None:
         """See `Communicator.trace`."""
+        if not isinstance(path, str | bytes | os.PathLike):  # a number would be a descriptor of somebody's
+            raise BufferTypeError(f"path: wanted a file's name, got {path!r}")
         clocks = self._clocks(seconds)
         told = self._ask("calls", seconds)
         silent = [rank for rank in range(self._size) if told.get(rank) is None or rank not in clocks]

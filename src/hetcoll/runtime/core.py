@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 import weakref
@@ -325,15 +324,11 @@ class Core:
     def dump(self, most: int) -> str:
         """See `Communicator.dump`."""
         self.host.check_parent()
-        if (count := calls.check_int(most, "most")) < 0:
-            raise ArgumentError(f"most: wanted 0 or more, got {count}")
-        return self.recorder.dump(count)
+        return self.recorder.dump(calls.check_int(most, "most"))
 
     def trace(self, path: str, timeout: float) -> None:
         """See `Communicator.trace`."""
         self.host.check_usable()
-        if not isinstance(path, str | bytes | os.PathLike):  # a number would be a descriptor of somebody's
-            raise BufferTypeError(f"path: wanted a file's name, got {path!r}")
         self.recorder.trace(path, self.seconds(timeout))
 
     def log_news(self) -> None:
