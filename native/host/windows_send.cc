@@ -233,7 +233,7 @@ void Windows::KeepRest(int peer, std::size_t index) {
     if (part.device) {
       OutletOf(peer, kAnswers).BeginTo(to, part.data + at, part.nbytes - at);
     } else {
-      std::memcpy(to, part.data, part.nbytes);
+      std::copy_n(part.data, part.nbytes, to);  // of no bytes, too: then there may be no memory
       part.data = to;
       part.lends = false;
     }

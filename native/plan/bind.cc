@@ -104,7 +104,13 @@ BoundStep Resolve(const StepRecord& r, const Layout& layout, bool skip_empty) {
   if (s.op <= Op::kRecvReduce && s.len == 0 && skip_empty) {
     s.op = Op::kCopy;  // of nothing
     s.peer = -1;
-    s.src_buf = s.dst_buf = r.dst.buf >= 0 ? s.dst_buf : s.src_buf;
+    if (r.dst.buf >= 0) {
+      s.src_buf = s.dst_buf;
+      s.src_off = s.dst_off;
+    } else {
+      s.dst_buf = s.src_buf;
+      s.dst_off = s.src_off;
+    }
   }
   return s;
 }
