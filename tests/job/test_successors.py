@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ranks import wait_until
@@ -18,6 +20,7 @@ from hetcoll.rendezvous.protocol.news import StoreLost
 from hetcoll.rendezvous.protocol.routes import pack_up
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, FrameReader, Op, Status, pack, unpack
+from hetcoll.rendezvous.store import server as store
 from hetcoll.rendezvous.store.groups import Groups
 from hetcoll.rendezvous.store.returns import Claim
 from hetcoll.rendezvous.store.successors import Successors
@@ -186,6 +189,19 @@ def test_those_that_fell_silent_may_be_with_one_that_has_yet_to_come(certain: bo
     assert bool(successors.cut_off) is not certain
 
 
+@pytest.mark.parametrize("host", [Heard("rank 0", world=0), Heard("a newcomer")], ids=lambda host: host.name)
+def test_a_newcomer_with_the_store_is_none_of_those_that_were_told_of(host: Heard) -> None:
+    successors = Successors(pack((b"charge",)), lambda *_: None, certain=False)
+    members = [host, *(Heard(f"rank {rank}", world=rank) for rank in range(1, 5))]
+    for member in members:
+        successors.take_back(member, member is host, b"", pack((count(5),)))
+    successors.confirm()
+    for member in members[3:]:
+        assert not successors.cut_off
+        successors.drop(member, silent=True)
+    assert bool(successors.cut_off) is not bool(host.ranks), "two are here, two fell silent, and one has yet to come"
+
+
 class Dropped(Groups):
     """Notes who is lost, and whether it may live elsewhere."""
 
@@ -303,3 +319,42 @@ def test_who_may_not_know_of_all_stores_serves_with_more_than_half(
         mine.hear(pack((count(3, 0, silent), pack_places((("127.0.0.1", 1),)), places)))
         mine.find(lost, StoreLost("its process ended in order", True, not stopped), lambda: False)
     assert claims == [certain]
+
+
+def test_of_two_that_begin_at_once_the_later_one_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looked at the other before that one served. Members that are divided between them would be half of the job
+    at either, and nobody would go on."""
+    for name in ("_GREETS", "_STILL_GREETS", "_REFUSES"):
+        monkeypatch.setattr(succession, name, 0.05)
+    lost = UniqueId((("127.0.0.1", 1),), bytes(16), bytes(32))
+    charge = pack((bytes(48), b"\0\0", F64.pack(0.0), b""))
+    stores = list[store.StoreServer]()
+
+    def begin(*args: Any, **options: Any) -> store.StoreServer:
+        stores.append(real(*args, **options))
+        if len(stores) == 1:
+            first._take_over(lost, False, math.inf)
+        return stores[0]
+
+    real = store.StoreServer
+    monkeypatch.setattr(store, "StoreServer", begin)
+    with contextlib.closing(succession.Succession(hosts=False)) as first, contextlib.ExitStack() as ends:
+        second = ends.enter_context(contextlib.closing(succession.Succession(hosts=False)))
+        places = [each.stand(charge) for each in (first, second)]
+        for each in (first, second):
+            each.hear(pack((count(4, 0, 1), *places)))  # one fell silent: nobody is certain
+        found = second.find(lost, StoreLost("its host vanished", False, False), lambda: False)
+        for each in stores:
+            ends.callback(each.close)
+        assert found is not None
+        assert pack_places(found.addresses) == places[0]
+        assert [each.holds().threads for each in stores] == [0, 1]
+        assert not second.hosts
+
+
+def test_a_store_that_serves_does_not_give_way() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = store.StoreServer([listener.dup()], bytes(32), bytes(48))
+    with contextlib.closing(serving):
+        assert not serving.withdraw()
+        assert serving.holds().threads == 1

@@ -33,6 +33,7 @@ FOUND = {
         ),  # the last answer was under way: who has it, and who has not, is right
         20182893,  # nobody that might serve was in the larger part
         21070503,  # all who had the last answer had lost their store when the network was whole again
+        99127402,  # two successors began at once, and each had a half of those that are left
     ),
     "kill": (
         86,  # a relay looked for a store that was gone, closed or not
@@ -71,6 +72,7 @@ FOUND = {
     ),
     "torn": (
         *(99501195, 99501218),  # whom the store before had lost was taken for one of more than half
+        99202422,  # the store was in a newcomer's process, and one more of the job had yet to come than was thought
         *(99501236, 99501288),  # those that fell silent found others that had yet to come, and were more than half
     ),
     "vanish": (

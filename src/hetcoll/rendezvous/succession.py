@@ -28,6 +28,7 @@ log = logging.getLogger("hetcoll.succession")
 SECONDS = 30.0  # in which a successor is found
 _GREETS = 3.0  # seconds that one which listens is given at a time: it may have yet to notice
 _STILL_GREETS = 1.0  # seconds that the lost store is given: its port may have gone to a stranger since
+_GIVES_WAY = 2.0  # seconds in which one that looked at this process in vain serves, too
 _REFUSES = 1.0  # seconds in which the listener of a process that died is gone, too
 _UNSURE_GRACE = 15.0  # seconds between the first and the last who notice that a host has vanished
 _BEHIND_RELAYS = 30.0  # more than that where some are behind relays, and others have TCP's patience
@@ -161,7 +162,7 @@ class Succession:
         seconds = _UNSURE_GRACE + (_BEHIND_RELAYS if self._count >= FEW else 0.0)
         claim = Claim(quorum, rivals, self._certain, seconds, GRACE if self._certain else _UNSURE_GRACE, most)
         log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
-        StoreServer(
+        server = StoreServer(
             listeners,
             lost.secret,
             context,
@@ -171,7 +172,14 @@ class Succession:
             succeeds=claim,
             tls=bool(tls),
         )
-        self._mine, self.hosts = (), True
+        self._mine = ()
+        # Each of two may have looked at the other before that one began: then the later one of the order gives way.
+        for places in () if self._certain else self._order[: self._order.index(mine)]:
+            home = replace(lost, addresses=places)
+            if _serves(home, _GIVES_WAY) and server.withdraw():
+                log.info("the one at %s serves, which comes before this one", spell_address(places[0]))
+                return home
+        self.hosts = True
         return taken
 
     def close(self) -> None:

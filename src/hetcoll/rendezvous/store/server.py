@@ -68,7 +68,7 @@ class StoreServer:
         self._connections: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()  # have something queued since the last flush
         self._watch = Watch()
-        self._closing = self._retiring = False
+        self._closing = self._retiring = self._withdraws = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._tree = Tree(self._groups, self._part_with, self._selector)
@@ -99,6 +99,15 @@ class StoreServer:
         self._retiring = True
         with contextlib.suppress(OSError):  # it has ended
             self._wake_write.send(b"\0")
+
+    def withdraw(self) -> bool:
+        """End without a word, unless it serves already; whether it did. Who came to it looks for another store."""
+        self._withdraws = True
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"\0")
+        while self._thread.is_alive() and self._groups.returns.waits:
+            self._thread.join(0.1)
+        return not self._thread.is_alive()
 
     def holds(self) -> Held:
         """Its sockets, its selector and its thread."""
@@ -134,6 +143,8 @@ class StoreServer:
                 look = self._part_with_vanished()
                 wait = choose_wait(look, self._groups.tick(), self._tree.tick(), self._acceptor.prepare())
                 self._look_who_is_left()
+                if self._withdraws and self._groups.returns.waits:
+                    return
                 if self._closing or self._groups.alone or self._left():
                     break
                 self._turn(wait)

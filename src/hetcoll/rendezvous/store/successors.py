@@ -45,7 +45,7 @@ class Successors:
         """The last SUCCESSORS, which all members heard."""
         self._sure_until = 0.0  # there is no doubt
         self._silent = 0  # ranks that fell silent of late
-        self._least = 0  # others of the job that may be, as they were told at the store before this one
+        self._least = 0  # ranks that may be, but for the one with the store before this one, as they were told there
         self.cut_off = ""
         """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
 
@@ -84,7 +84,7 @@ class Successors:
         self._fixed = self._fixed or not self._begun
         self.told = self.told or told
         if told:
-            self._least = max(self._least, U32.unpack_from(unpack(told)[0])[0] - 1)
+            self._least = max(self._least, U32.unpack_from(unpack(told)[0])[0])
         self._unsure.append(member)
         if places:
             self._places[member] = places
@@ -148,7 +148,7 @@ class Successors:
         """How many have yet to come from the store before. They find nobody without some of those that came."""
         if self._certain:
             return 0
-        return max(0, self._least - self._silent - sum(not self._members[each] for each in self._ranks))
+        return max(0, self._least - self._silent - len(self._ranks))
 
     def _forget_silence(self) -> None:
         """If that one had gone on elsewhere, with more than half of the job, this store had given up by now."""
@@ -212,7 +212,7 @@ class Successors:
     def _tell(self) -> None:
         self._due = False
         others = [each for each in self._ranks if not self._members[each]]
-        count = max(len(others) + self._silent, self._least)
+        count = max(len(self._ranks) + self._silent, self._least) - (len(self._ranks) - len(others))
         elsewhere = count - sum(not self.host_of(each) for each in others)
         places = unpack(self.told)[1:] if self._fixed else self._choose()
         self.told = pack((b"".join(map(U32.pack, (count, elsewhere, self._silent))), *places))
