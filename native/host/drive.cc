@@ -100,9 +100,9 @@ bool Engine::PassTask(Task& task) {
   return false;
 }
 
-bool Engine::PassWindows() {
+bool Engine::PassWindows(bool (Windows::*pass)(Links&)) {
   try {
-    return windows_->Pass(links_);
+    return (*windows_.*pass)(links_);
   } catch (const Fault& fault) {
     const std::string at = windows_->Describe();
     Fail(fault.kind, fault.peer, fault.what() + (at.empty() ? at : " (" + at + ")"));
@@ -139,7 +139,7 @@ bool Engine::PassAll() {
     p2p_.erase(p2p_.begin() + static_cast<std::ptrdiff_t>(i));
     moved = true;
   }
-  if (windows_ != nullptr) moved |= PassWindows();
+  if (windows_ != nullptr) moved |= PassWindows(&Windows::Pass);
   if (scratch_size_ > kKeepScratch && collectives_.empty()) {
     scratch_.reset();
     scratch_size_ = 0;

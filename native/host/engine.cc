@@ -268,7 +268,7 @@ std::unique_lock<std::mutex> Engine::LockSoon() {
 void Engine::BeginTransfers() {
   if (failed()) return DropTasks();
   if (!windows_->Unsent()) return;
-  PassWindows();
+  PassWindows(&Windows::Push);  // the engine's own thread receives
   RingDoorbells();
   // The engine's own thread may sleep until there is something to receive.
   if (windows_->Unsent() || windows_->Silent() || failed()) doorbell_.Ring();

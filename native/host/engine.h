@@ -255,7 +255,7 @@ class Engine {
   std::unique_lock<std::mutex> LockSoon();
   void BeginTransfers();  // the nine below: under mutex_
   bool PassAll();
-  bool PassWindows();
+  bool PassWindows(bool (Windows::*pass)(Links&));
   void NoteCore();
   // What a task waits for. `far`: a rank in whose shared memory it cannot look, so that a look is a call of the system
   // or of a device: the clock says how long to spin there, and not the number of looks. `own_core`: a rank that was

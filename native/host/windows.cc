@@ -342,6 +342,17 @@ bool Windows::Pass(Links& links) {
   return moved;
 }
 
+bool Windows::Push(Links& links) {
+  bool moved = device_ != nullptr && PassCopies();
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    for (const int channel : {kRequests, kAnswers}) {
+      const Outbound& out = peers_[static_cast<std::size_t>(peer)].out[static_cast<std::size_t>(channel)];
+      if (!out.items.empty()) moved |= Send(links, peer, channel);
+    }
+  }
+  return moved;
+}
+
 bool Windows::Needs(int peer) const { return !peers_[static_cast<std::size_t>(peer)].awaiting.empty(); }
 
 void Windows::AddPoll(Links& links, std::vector<pollfd>& fds) const {

@@ -128,6 +128,8 @@ class Windows {
 
   // Moves what can be moved without waiting; whether anything did. Throws Fault.
   bool Pass(Links& links);
+  // Of that only what this rank has to send: it looks at no peer to whom it has nothing to say.
+  bool Push(Links& links);
   // Whether something is to be sent, or copied here.
   bool Unsent() const { return unsent_ > 0 || Copies(); }
   // Whether a device does something that it will not tell of: it must be looked at.

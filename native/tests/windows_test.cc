@@ -33,6 +33,65 @@ void OrderedRequests() {
   }
 }
 
+// The ends of a peer that says nothing: how many bytes it was sent, and how often somebody looked for some of its own.
+struct Watched {
+  std::size_t sent = 0;
+  int looks = 0;
+};
+class WatchedSend final : public SendEnd {
+ public:
+  explicit WatchedSend(Watched& seen) : seen_(seen) {}
+  std::ptrdiff_t Push(const struct hetcoll::Message&, std::size_t, const std::byte*, std::size_t n) override {
+    seen_.sent += n;
+    return static_cast<std::ptrdiff_t>(n);
+  }
+
+ private:
+  Watched& seen_;
+};
+class WatchedRecv final : public RecvEnd {
+ public:
+  explicit WatchedRecv(Watched& seen) : seen_(seen) {}
+  std::ptrdiff_t Pull(const struct hetcoll::Message&, std::size_t, std::byte*, std::size_t, bool) override {
+    ++seen_.looks;
+    return kWouldBlock;
+  }
+  View Peek(const struct hetcoll::Message&, std::size_t, std::size_t) override {
+    ++seen_.looks;
+    return {nullptr, kWouldBlock};
+  }
+  void Consume(std::size_t) override {}
+
+ private:
+  Watched& seen_;
+};
+
+// Who puts to one of many looks at none of them: over TCP each look is a call of the system.
+void PuttingLooksAtNobody() {
+  constexpr int kSize = 5, kPeer = 3;
+  std::array<Watched, kSize> seen;
+  Links links(kSize);
+  Windows windows(0, kSize, 1);
+  for (int peer = 1; peer < kSize; ++peer) {
+    Watched& peers = seen[static_cast<std::size_t>(peer)];
+    for (const int channel : {kRequests, kAnswers}) {
+      links.tx(peer, channel).end = std::make_unique<WatchedSend>(peers);
+      links.rx(peer, channel).end = std::make_unique<WatchedRecv>(peers);
+    }
+  }
+  const Bytes src = Pattern(1000, 1);
+  const std::vector<Piece> pieces{{0, 0, src.size()}};
+  const auto put = windows.Put(kWindow, kPeer, src.data(), pieces, 0);
+  CHECK(windows.Push(links) && !windows.Push(links), "sent at once");
+  for (const Watched& peer : seen) {
+    const bool asked = &peer == &seen[kPeer];
+    CHECK(peer.looks == 0 && (peer.sent > 0) == asked, "%d looks, %zu bytes", peer.looks, peer.sent);
+  }
+  CHECK(!windows.Pass(links) && seen[1].looks > 0 && seen[kPeer].looks > 0, "who waits looks at all");
+  windows.Drop();
+  CHECK(put->state == Pending::State::kFailed, "dropped");
+}
+
 // A window is closed, and its memory fenced, while pieces for it and from it are on their way.
 void ClosingWindows() {
   for (const Over over : {Over::kShm, Over::kTcp}) {
