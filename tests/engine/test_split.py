@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from ranks import Job, Ranks
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import ArgumentError
@@ -44,7 +45,7 @@ def _grouped(
         return child.rank, child.size, _members(child, comm.rank)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@parametrize("transport", TRANSPORTS, first=1)
 @pytest.mark.parametrize(
     ("colors", "keys", "groups"),
     [

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import DEADLINE
 from ports import free_port
+from thorough import HOUSE
 
 from .listening import LISTENERS, quiet
 from .strangers import besiege
@@ -35,6 +36,7 @@ def spoiled(draw: st.DrawFn, inputs: tuple[bytes, ...]) -> bytes:
     return bytes(data)
 
 
+@HOUSE
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_parser_takes_what_is_right_and_refuses_the_rest(name: str) -> None:
     target = TARGETS[name]

@@ -29,9 +29,9 @@ from fakes.collectives import (
 from fakes.drivers import Driver
 from fakes.harness import LAUNCH_FAILED, TIMED_OUT, Array, call, download, finish, refused, upload, words
 from ranks import Job, Ranks, wait_until
-from thorough import parametrize
+from thorough import HOUSE, parametrize
 
-pytestmark = pytest.mark.fakes
+pytestmark = [pytest.mark.fakes, HOUSE]
 
 SIZE = 3
 NUMPY = {"bfloat16": ml_dtypes.bfloat16}

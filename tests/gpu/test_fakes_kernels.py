@@ -30,8 +30,9 @@ from fakes.harness import (
     words,
 )
 from ranks import Job, Ranks
+from thorough import HOUSE
 
-pytestmark = pytest.mark.fakes
+pytestmark = [pytest.mark.fakes, HOUSE]
 
 
 def kernels(driver: Driver, job: Job) -> None:

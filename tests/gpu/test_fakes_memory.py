@@ -34,10 +34,11 @@ from fakes.harness import (
     words,
 )
 from ranks import Job, Ranks
+from thorough import HOUSE
 
 PAGE = mmap.PAGESIZE
 
-pytestmark = pytest.mark.fakes
+pytestmark = [pytest.mark.fakes, HOUSE]
 
 
 def kinds(driver: Driver, job: Job) -> None:

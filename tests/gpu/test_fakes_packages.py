@@ -13,9 +13,9 @@ import pytest
 from fakes.drivers import Cuda
 from fakes.harness import download, finish, upload
 from ranks import Job, Ranks
-from thorough import parametrize
+from thorough import HOUSE, parametrize
 
-pytestmark = pytest.mark.fakes
+pytestmark = [pytest.mark.fakes, HOUSE]
 
 ADD_ONE = """
 extern "C" __global__ void add_one(float* x, unsigned count) {

@@ -21,8 +21,9 @@ from fakes.harness import (
 )
 from fakes.hip_driver import Hip
 from ranks import Job, RankError, Ranks, wait_until
+from thorough import HOUSE
 
-pytestmark = pytest.mark.fakes
+pytestmark = [pytest.mark.fakes, HOUSE]
 
 
 def streams_run_by_themselves(driver: Driver, job: Job) -> None:

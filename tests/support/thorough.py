@@ -11,8 +11,9 @@ import pytest
 _Row = type(pytest.param())
 
 HOUSE = pytest.mark.thorough(whole=True)
-"""What holds this repository to its own rules, documents and benchmarks, and kernels to compilers for devices that are
-not here: CI runs it with each commit. `make test` shows that the library works on the machine at hand."""
+"""What holds this repository to its own rules, documents and benchmarks, its fakes to the drivers, its parsers to any
+bytes, and kernels to compilers for devices that are not here: CI runs it with each commit. `make test` shows that the
+library works on the machine at hand."""
 
 
 def parametrize(
