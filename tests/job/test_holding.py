@@ -34,6 +34,7 @@ def is_open(fd: str) -> bool:
 def around_a_call(comm: hetcoll.Communicator, nbytes: int) -> list[tuple[dict[str, int], int]]:
     """What it holds, and how many sockets the process has, before and after the first calls."""
     found = [(comm.memory(), sockets())]
+    comm.agree(1)  # by the store: who goes ahead connects to who has yet to count
     for _ in range(2):
         comm.allreduce(np.ones(nbytes // 8))
         found.append((comm.memory(), sockets()))
