@@ -95,6 +95,7 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   };
   if (!collectives_.empty()) add(collectives_.front());
   std::for_each(p2p_.begin(), p2p_.end(), add);
+  const std::size_t others = fds.size();
   if (windows_ != nullptr) {
     windows_->AddPoll(links_, fds);
     silent |= windows_->Silent();
@@ -111,6 +112,7 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   const timespec timeout{wait / 1'000'000'000, wait % 1'000'000'000};
   static_cast<void>(ppoll(fds.data(), fds.size(), &timeout, nullptr));
   lock.lock();
+  if (windows_ != nullptr) windows_->Heard(std::span(fds).subspan(others));
   // The bell is for all who sleep, but silent once one has looked, and who sleeps then sleeps on: so it is rung for
   // them. While it is, it is nothing new for those who went to sleep since.
   const bool rung = doorbell_.Drain();

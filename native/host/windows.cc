@@ -322,53 +322,6 @@ bool Windows::CollectStep(Links& links, int peer, bool& moved) {
   return true;
 }
 
-bool Windows::Pass(Links& links) {
-  bool moved = device_ != nullptr && PassCopies();
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    if (peer == rank_ || links.rx(peer, kRequests).end == nullptr) continue;
-    if (Unsent()) {
-      moved |= Send(links, peer, kRequests);
-      moved |= Send(links, peer, kAnswers);
-    }
-    Peer& p = peers_[static_cast<std::size_t>(peer)];
-    if (p.lent >= 0 && links.tx(peer, kAnswers).end->Lent() == 0) {
-      HasGivenBack(p);
-      moved = true;
-    }
-    moved |= Serve(links, peer);
-    moved |= Collect(links, peer);
-    if (Unsent()) moved |= Send(links, peer, kAnswers);
-  }
-  return moved;
-}
-
-bool Windows::Push(Links& links) {
-  bool moved = device_ != nullptr && PassCopies();
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    for (const int channel : {kRequests, kAnswers}) {
-      const Outbound& out = peers_[static_cast<std::size_t>(peer)].out[static_cast<std::size_t>(channel)];
-      if (!out.items.empty()) moved |= Send(links, peer, channel);
-    }
-  }
-  return moved;
-}
-
-bool Windows::Needs(int peer) const { return !peers_[static_cast<std::size_t>(peer)].awaiting.empty(); }
-
-void Windows::AddPoll(Links& links, std::vector<pollfd>& fds) const {
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    if (peer == rank_ || links.rx(peer, kRequests).end == nullptr) continue;
-    const Peer& p = peers_[static_cast<std::size_t>(peer)];
-    // Answers also while none is due: who sleeps is not woken by those who begin to wait.
-    const bool serves = !p.in[kRequests].ended && p.out[kAnswers].items.empty();
-    if (serves) links.rx(peer, kRequests).end->AddPoll(fds);
-    if (!p.in[kRequests].ended || Needs(peer)) links.rx(peer, kAnswers).end->AddPoll(fds);
-    for (const int channel : {kRequests, kAnswers}) {
-      if (!p.out[static_cast<std::size_t>(channel)].items.empty()) links.tx(peer, channel).end->AddPoll(fds);
-    }
-  }
-}
-
 void Windows::Drop() {
   for (auto& [id, window] : windows_) Release(window);
   if (device_ != nullptr) Drain();

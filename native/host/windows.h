@@ -139,6 +139,9 @@ class Windows {
   // Whether something of this rank's waits for `peer`.
   bool Needs(int peer) const;
   void AddPoll(Links& links, std::vector<pollfd>& fds) const;
+  // What poll() said of these. Where it heard something the next pass looks also for answers that nobody waits for: a
+  // connection that broke is noticed, and one that was made again proved, by who reads.
+  void Heard(std::span<const pollfd> fds);
   // That rank has closed its engine: it reads nothing any more.
   void Left(Links& links, int peer);
   // The engine has failed: ends all that waits.
@@ -273,6 +276,7 @@ class Windows {
     Allowed allowed;
     std::int64_t lent = -1;                          // a window that is read where it lies to answer a get
     std::deque<std::shared_ptr<Transfer>> awaiting;  // an answer each
+    bool quiet = false;                              // the last look found nothing, and poll() tells when there is more
   };
 
   Message MessageOf(std::uint64_t number, std::size_t total, bool lends, bool answered = false) const {
@@ -307,6 +311,11 @@ class Windows {
   bool Take(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved);
   bool Sink(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved);
   bool Land(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved);
+  bool PassPeer(Links& links, int peer);
+  void LookAtAnswers(Links& links, int peer);
+  bool Idle(Links& links, int peer);
+  void HearQuiet(Links& links);
+  void AddPollOf(Links& links, int peer, std::vector<pollfd>& fds) const;
   bool Serve(Links& links, int peer);
   bool ServeStep(Links& links, int peer, bool& moved);
   void Admit(Links& links, int peer);
@@ -355,6 +364,9 @@ class Windows {
   std::vector<Peer> peers_;
   std::size_t unsent_ = 0;  // items
   std::vector<std::byte> sink_;
+  std::vector<pollfd> polled_;  // of quiet peers, which are:
+  std::vector<int> polled_peers_;
+  bool heard_ = false;  // something came
   WindowCounts counts_;
   std::unique_ptr<Device> device_;
 };

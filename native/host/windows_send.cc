@@ -90,7 +90,9 @@ void Windows::CheckAsked(const Transfer& transfer) {
 }
 
 void Windows::Queue(int peer, int channel, Item item) {
-  peers_[static_cast<std::size_t>(peer)].out[static_cast<std::size_t>(channel)].items.push_back(std::move(item));
+  Peer& p = peers_[static_cast<std::size_t>(peer)];
+  p.out[static_cast<std::size_t>(channel)].items.push_back(std::move(item));
+  p.quiet = false;
   ++unsent_;
 }
 

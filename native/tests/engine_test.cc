@@ -112,7 +112,7 @@ void ProxiesThatWaitForWhatComesAgain();
 void GpusAndHosts();
 void OneSided();
 void OrderedRequests();
-void PuttingLooksAtNobody();
+void LooksAreFew();
 void ClosingWindows();
 void OneSidedOfDevices();
 void ClosingDevices();
@@ -222,7 +222,7 @@ constexpr Scenario kScenarios[] = {
     {"gpus: mixed", GpusAndHosts},
     {"windows", OneSided},
     {"windows: ordered", OrderedRequests},
-    {"windows: no looks", PuttingLooksAtNobody, kAlone},
+    {"windows: few looks", LooksAreFew, kAlone},
     {"windows: closed", ClosingWindows},
     {"windows of devices", OneSidedOfDevices},
     {"windows of devices: closed", ClosingDevices},

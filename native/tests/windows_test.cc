@@ -1,5 +1,7 @@
 // One-sided messages: random pieces against a model, windows that close under way, and peers that leave.
 
+#include <sys/eventfd.h>
+
 #include "window_calls.h"
 
 namespace hetcoll::testing {
@@ -8,6 +10,7 @@ void OneSided() {
   Exchange({.size = 3}, "shm");
   Exchange({.size = 2, .ring_bytes = 4096}, "shm, small");
   Exchange({.size = 3, .over = Over::kTcp}, "tcp");
+  Exchange({.size = 10, .over = Over::kTcp}, "tcp, most of the time with little to say");
   Exchange({.size = 2, .over = Over::kTcp, .stripes = 3, .integrity = Integrity::kAll}, "tcp, checked");
   Exchange({.size = 2, .over = Over::kVerbs}, "verbs");
   Exchange({.size = 2, .over = Over::kTcp, .fault = "delay=0.2,short=0.5"}, "tcp, delayed");
@@ -37,6 +40,8 @@ void OrderedRequests() {
 struct Watched {
   std::size_t sent = 0;
   int looks = 0;
+  int bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);  // what poll() is to hear
+  ~Watched() { close(bell); }
 };
 class WatchedSend final : public SendEnd {
  public:
@@ -61,14 +66,17 @@ class WatchedRecv final : public RecvEnd {
     return {nullptr, kWouldBlock};
   }
   void Consume(std::size_t) override {}
+  void AddPoll(std::vector<pollfd>& fds) const override { fds.push_back({seen_.bell, POLLIN, 0}); }
+  bool Polled() const override { return true; }
 
  private:
   Watched& seen_;
 };
 
-// Who puts to one of many looks at none of them: over TCP each look is a call of the system.
-void PuttingLooksAtNobody() {
-  constexpr int kSize = 5, kPeer = 3;
+// Over TCP each look is a call of the system. Who puts to one of many looks at none of them; who waits looks at those
+// of whom something is due, or poll() says something.
+void LooksAreFew() {
+  constexpr int kSize = 12, kPeer = 3, kTalker = 7;
   std::array<Watched, kSize> seen;
   Links links(kSize);
   Windows windows(0, kSize, 1);
@@ -87,7 +95,17 @@ void PuttingLooksAtNobody() {
     const bool asked = &peer == &seen[kPeer];
     CHECK(peer.looks == 0 && (peer.sent > 0) == asked, "%d looks, %zu bytes", peer.looks, peer.sent);
   }
-  CHECK(!windows.Pass(links) && seen[1].looks > 0 && seen[kPeer].looks > 0, "who waits looks at all");
+  const auto looked = [&] {
+    std::vector<int> found;
+    for (int peer = 1; peer < kSize; ++peer) {
+      if (std::exchange(seen[static_cast<std::size_t>(peer)].looks, 0) > 0) found.push_back(peer);
+    }
+    return found;
+  };
+  CHECK(!windows.Pass(links) && looked().size() == kSize - 1, "at all, once");
+  CHECK(!windows.Pass(links) && looked() == std::vector{kPeer}, "who owes an answer");
+  CHECK(eventfd_write(seen[kTalker].bell, 1) == 0, "said");
+  CHECK(!windows.Pass(links) && looked() == (std::vector{kPeer, kTalker}), "and who says something");
   windows.Drop();
   CHECK(put->state == Pending::State::kFailed, "dropped");
 }

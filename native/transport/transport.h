@@ -178,6 +178,8 @@ class RecvEnd {
 
   virtual void AddPoll(std::vector<pollfd>& fds) const { static_cast<void>(fds); }
   virtual bool Silent() const { return false; }
+  // Whether, once a look has found nothing, poll() alone tells of all that comes.
+  virtual bool Polled() const { return false; }
 
   // Threads that help with what it brings.
   virtual Team* team() const { return nullptr; }
