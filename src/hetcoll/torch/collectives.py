@@ -63,6 +63,12 @@ class Collectives(Launcher):
         if len(tensors) != self.size():
             raise ValueError(f"{name}: wanted {self.size()} tensors, one a rank, got {len(tensors)}")
 
+    def _check_parts(self, tensors: Tensors, name: str, part: torch.Tensor) -> None:
+        """A root's are cut alike for all ranks: parts of other lengths would come apart in other places."""
+        self._check_list(tensors, name)
+        if set(counts := [tensor.numel() for tensor in tensors]) != {part.numel()}:
+            raise ValueError(f"{name}: wanted {part.numel()} elements each, as every rank's tensor has, got {counts}")
+
     # Whole tensors.
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:
@@ -217,7 +223,7 @@ class Collectives(Launcher):
         here = opts.rootRank == self.rank()
         outputs = _list(output_tensors) if here else []
         if here:
-            self._check_list(outputs, "output_tensors")
+            self._check_parts(outputs, "output_tensors", tensor)
         staged: torch.Tensor | None = None
 
         def start(how: dict[str, Any]) -> Any:
@@ -239,7 +245,7 @@ class Collectives(Launcher):
         here = opts.rootRank == self.rank()
         inputs = _list(input_tensors) if here else []
         if here:
-            self._check_list(inputs, "input_tensors")
+            self._check_parts(inputs, "input_tensors", output)
 
         def start(how: dict[str, Any]) -> Any:
             return [self._comm.scatter(joined(inputs) if here else None, packed(output), opts.rootRank, **how)]

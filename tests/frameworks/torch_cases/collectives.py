@@ -225,6 +225,19 @@ def gather_and_scatter() -> None:
         _same(part, _mine(2, 2))
 
 
+def parts_of_other_lengths_are_refused() -> None:
+    """As many elements in all, but not of each rank: they would come apart in other places than they are cut."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    uneven = [torch.zeros(1), torch.zeros(3), *(torch.zeros(2) for _ in range(n - 2))]
+    if rank == 1:
+        words = r"wanted 2 elements each, as every rank's tensor has, got \[1, 3, 2, 2\]"
+        with pytest.raises(ValueError, match=f"output_tensors: {words}"):
+            dist.gather(torch.ones(2), uneven, dst=1)
+        with pytest.raises(ValueError, match=f"input_tensors: {words}"):
+            dist.scatter(torch.ones(2), uneven, src=1)
+    dist.barrier()
+
+
 def all_to_all() -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
     output = torch.empty(2 * n, 3)
