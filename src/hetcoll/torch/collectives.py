@@ -75,7 +75,7 @@ class Collectives(Launcher):
         tensor = _one(tensors)
         opts = _options(opts, c10d.AllreduceOptions, op, None, timeout)
         if tensor.layout is torch.sparse_coo:
-            return sparse.allreduce(self.comm, self._launch, tensor, opts)
+            return sparse.allreduce(self._comm, self._launch, tensor, opts)
         return self._allreduce([tensor], opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import Communicator
+from .failures import translated
 from .tensors import reduction
 
 
@@ -22,12 +23,17 @@ def allreduce(comm: Communicator, launch: Callable[..., dist.Work], tensor: torc
     if name != "sum":
         raise ValueError(f"op: wanted sum for sparse tensors, got {name}")
     mine = tensor.detach().coalesce()
-    size = comm.size
-    known = torch.tensor([mine._nnz()], device=tensor.device)
-    numbers = torch.empty(size, dtype=torch.int64, device=tensor.device)
-    comm.allgather(known, numbers)
-    counts = numbers.tolist()
-    total, dims = sum(counts), mine.sparse_dim()
+    dims = mine.sparse_dim()
+    known = torch.tensor([mine._nnz(), dims, *mine.shape], device=tensor.device)
+    every = known.new_empty(comm.size, len(known))
+    with translated:
+        comm.allgather(known, every)
+    told = every.tolist()
+    if any(row[1:] != told[0][1:] for row in told):  # indices of one rank would lie outside of another one's tensor
+        found = ", ".join(f"{tuple(row[2:])} with {row[1]} on rank {rank}" for rank, row in enumerate(told))
+        raise ValueError(f"tensor: wanted one shape, and as many sparse dimensions, on all ranks, got {found}")
+    counts = [row[0] for row in told]
+    total = sum(counts)
     width = mine.values()[:1].numel() if mine._nnz() else mine.values().new_empty(mine.values().shape[1:]).numel()
     values = mine.values().new_empty(total, *mine.values().shape[1:])
     indices = torch.empty(total, dims, dtype=torch.int64, device=tensor.device)

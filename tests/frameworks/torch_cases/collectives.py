@@ -98,6 +98,17 @@ def sparse_all_reduce() -> None:
     _same(x.to_dense(), wanted)
 
 
+def sparse_tensors_of_other_shapes_are_refused() -> None:
+    """An index of one rank would lie outside of another one's tensor. They go on with whatever comes next."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x = torch.sparse_coo_tensor([[rank]], torch.ones(1, 2), (n + (rank == 1), 2), check_invariants=True)
+    with pytest.raises(ValueError, match=r"wanted one shape.*\(4, 2\) with 1 on rank 0, \(5, 2\) with 1 on rank 1"):
+        dist.all_reduce(x)
+    y = torch.ones(1)
+    dist.all_reduce(y)
+    assert y.item() == n
+
+
 def asynchronous() -> None:
     n = dist.get_world_size()
     xs = [_mine(k + 1) for k in range(20)]
