@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 from .. import ANY_SOURCE, Communicator
 from .. import Work as Operation
+from ..calls import check_rank
 from ..types import Format
 from .failures import translated
 from .launch import BATCHES, LaneName, Launcher, Place, Start
@@ -43,7 +44,7 @@ class Messages(Launcher):
         (tensor,) = tensors
         if tag:
             tag = self._matched(tensor, tag)
-        if dst_rank == self._place.rank:
+        if check_rank(dst_rank, self._place.size, "dst") == self._place.rank:
             return self._to_self(tensor, None, tag)
         memory, comm = flat(tensor), self._comm
         if tag:
@@ -62,7 +63,7 @@ class Messages(Launcher):
         (tensor,) = tensors
         if tag:
             tag = self._matched(tensor, tag)
-        if src_rank == self._place.rank:
+        if check_rank(src_rank, self._place.size, "src") == self._place.rank:
             return self._to_self(None, tensor, tag)
         memory, comm = flat(tensor), self._comm
         if tag:
@@ -192,9 +193,10 @@ class Messages(Launcher):
         messages to oneself, for which no other rank needs to do anything.
         """
         works, rank = [], self.rank()
-        for each in operations:
+        for each in operations:  # before anything moves
+            check_rank(each.group_peer, self._place.size, "peer")
             if each.tag:
-                self._matched(each.tensor, each.tag)  # before anything moves
+                self._matched(each.tensor, each.tag)
         if not all(each.tensor.is_cpu for each in operations):
             others = [each for each in operations if each.group_peer != rank]
             operations = [each for each in operations if each.group_peer == rank]

@@ -199,6 +199,26 @@ def any_source_after_what_was_refused() -> None:
     dist.barrier()
 
 
+def ranks_that_are_none() -> None:
+    """Nothing was sent, and nothing counts: the last receive asks who has begun to."""
+    rank, x = dist.get_rank(), torch.ones(1)
+    for wrong in (4, -1):
+        with pytest.raises(ValueError, match=rf"dst: wanted a rank in \[0, 4\), got {wrong}"):
+            dist.isend(x, wrong)
+        with pytest.raises(ValueError, match=rf"src: wanted a rank in \[0, 4\), got {wrong}"):
+            dist.irecv(x, wrong)
+        batch = [dist.P2POp(dist.isend, x, (rank + 1) % 4), dist.P2POp(dist.isend, x, wrong)]
+        with pytest.raises(ValueError, match=rf"peer: wanted a rank in \[0, 4\), got {wrong}"):
+            dist.batch_isend_irecv(batch)
+    dist.barrier()
+    if rank == 3:
+        dist.send(torch.full((1,), 7.0), 0)
+    if rank == 0:
+        assert dist.recv(x) == 3
+        assert x.item() == 7
+    dist.barrier()
+
+
 def any_source_in_a_callback() -> None:
     """What callbacks send and receive goes over a communicator of its own."""
     rank, n, found = dist.get_rank(), dist.get_world_size(), torch.empty(1)
