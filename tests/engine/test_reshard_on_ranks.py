@@ -190,6 +190,31 @@ def assert_found(pattern: str, text: str) -> None:
         raise ArgumentError(text)
 
 
+def over_others(comm: hetcoll.Communicator) -> list[str]:
+    """Two arrays of which one's result is the other's source, or both results are one; rank 1 holds and wants both."""
+    layouts = (ROWS, Layout((6, 4), TRAINERS, (3,), (None,)))
+    a, b, c = (np.ones((6, 4), np.float32) for _ in range(3))
+    mine = ROWS.shape_on(comm.rank)
+    found = []
+    for outs in ((b, c), (c, a), (c, c)):
+        items = []
+        for held, out in zip((a, b), outs, strict=True):
+            empty = np.empty(0, np.float32)
+            part = held[: mine[0]] if comm.rank in TRAINERS else empty
+            items.append(Item(part, *layouts, out if comm.rank in TRAINERS else None))
+        with pytest.raises(ArgumentError) as caught:
+            reshard(comm._core, lambda items=items: items)  # type: ignore[misc]
+        found.append(str(caught.value))
+    return found
+
+
+def test_results_lie_over_nothing_else(pool: Pool) -> None:
+    """They would be right or wrong by who comes first."""
+    texts = [f"array {one}: out: wanted other memory than array {two}'s" for one, two in ((0, 1), (1, 0), (1, 0))]
+    for rank, found in enumerate(pool(SIZE).run(over_others)):
+        assert found == [text if rank in TRAINERS else f"reshard: rank 0: {text}" for text in texts]
+
+
 @pytest.mark.parametrize(("make", "rank"), [(one_other_type, 2), (one_other_layout, 3)])
 def test_layouts_that_differ_between_ranks(pool: Pool, make: Callable[[int], Item], rank: int) -> None:
     for kind, text in pool(SIZE).run(attempt, make):

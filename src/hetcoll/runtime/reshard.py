@@ -55,6 +55,7 @@ def reshard(core: Core, asked: Callable[[], Sequence[Item]]) -> list[Any]:
         buffers = [_checked(core, number, item) for number, item in enumerate(items)]
         if len(places := {buffer.place for buffer in buffers}) > 1:
             raise ArgumentError(f"wanted arrays of one device on a rank, got some of {' and '.join(sorted(places))}")
+        _check_apart(items, buffers)
     except Exception as error:  # whatever it is: the others are not to wait for this rank
         problem = error
     moves = tuple(map(_move, items, buffers))
@@ -157,6 +158,24 @@ def _checked(core: Core, number: int, item: Item) -> Buffer:
         if out.overlaps(buffer):
             raise ArgumentError(f"{name}: out: wanted other memory than the source's")
     return buffer
+
+
+def _check_apart(items: Sequence[Item], buffers: Sequence[Buffer]) -> None:
+    """ArgumentError where a result is to lie where another one does, or what is yet to be read: nobody says which is
+    written first. Sources may share their memory."""
+    parts = [(buffer.ptr, buffer.nbytes, number, False) for number, buffer in enumerate(buffers)]
+    for number, item in enumerate(items):
+        if item.out is not None:
+            out = read_buffer(item.out, "out", writable=True)
+            parts.append((out.ptr, out.nbytes, number, True))
+    ends, arrays = [0, 0], [0, 0]  # of sources and of results so far: where the last byte is, and whose it is
+    for begin, nbytes, number, written in sorted(part for part in parts if part[1]):
+        for other in (0, 1):
+            if begin < ends[other] and (written or other):
+                here, there = (number, arrays[other]) if written else (arrays[other], number)
+                raise ArgumentError(f"array {here}: out: wanted other memory than array {there}'s")
+        if begin + nbytes > ends[written]:
+            ends[written], arrays[written] = begin + nbytes, number
 
 
 def _block(core: Core, name: str, array: Any, layout: Layout, *, writable: bool) -> Buffer:
