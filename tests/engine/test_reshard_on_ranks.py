@@ -138,6 +138,18 @@ def out_over_the_source(rank: int) -> Item:
     return Item(array, ROWS, ROWS, array)
 
 
+def one_of_a_kind_that_nobody_makes(rank: int) -> Item:
+    """Its result has no memory of its own."""
+    item = right(rank)
+    return item._replace(array=memoryview(item.array)) if rank == 1 else item
+
+
+def one_that_raises_without_words(rank: int) -> Item:
+    if rank == 2:
+        raise MemoryError
+    return right(rank)
+
+
 def one_that_raises(rank: int) -> Item:
     return right(rank) if rank != 2 else right(rank)._replace(source={}["rows"])
 
@@ -147,7 +159,7 @@ def attempt(comm: hetcoll.Communicator, make: Callable[[int], Item]) -> tuple[ty
     before = comm.counters()["messages"]
     try:
         reshard(comm._core, lambda: [right(comm.rank), make(comm.rank)])
-    except (HetcollError, KeyError) as error:
+    except (HetcollError, KeyError, MemoryError) as error:
         assert comm.counters()["messages"] - before <= 2 * SIZE, "more than ranks tell each other was sent"
         found = reshard(comm._core, lambda: [right(comm.rank)])[0]
         assert found.shape == COLUMNS.shape_on(comm.rank)
@@ -169,7 +181,9 @@ def attempt(comm: hetcoll.Communicator, make: Callable[[int], Item]) -> tuple[ty
         (another_out, ArgumentError, r"array 1: out: wanted shape \(6, 2\) of .* on rank 3, got \(6, 3\)", 3),
         (another_type_of_out, BufferTypeError, "out: wanted float32 on cpu, got float64 on cpu", None),
         (out_over_the_source, ArgumentError, "out: wanted other memory than the source's", -1),
+        (one_of_a_kind_that_nobody_makes, BufferTypeError, "wanted an array, since none like a memoryview can be", 1),
         (one_that_raises, KeyError, "rows", 2),
+        (one_that_raises_without_words, MemoryError, r"^$|MemoryError\(\)", 2),
     ],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(

@@ -50,17 +50,18 @@ def reshard(core: Core, asked: Callable[[], Sequence[Item]]) -> list[Any]:
     problem: Exception | None = None
     items: Sequence[Item] = ()
     buffers: list[Buffer] = []
+    outs: list[Any] = []
     try:
         items = asked()
         buffers = [_checked(core, number, item) for number, item in enumerate(items)]
         if len(places := {buffer.place for buffer in buffers}) > 1:
             raise ArgumentError(f"wanted arrays of one device on a rank, got some of {' and '.join(sorted(places))}")
         _check_apart(items, buffers)
+        outs = [like(item.array, item.target.shape_on(core.rank)) if item.out is None else item.out for item in items]
     except Exception as error:  # whatever it is: the others are not to wait for this rank
         problem = error
     moves = tuple(map(_move, items, buffers))
     _agree(core, moves, buffers, problem)
-    outs = [like(item.array, item.target.shape_on(core.rank)) if item.out is None else item.out for item in items]
     first, second = schedule(moves, core.rank)
     held = [_Blocks(item.array, item.source.boxes.get(core.rank)) for item in items]
     wanted = [_Blocks(out, item.target.boxes.get(core.rank)) for out, item in zip(outs, items, strict=True)]
@@ -192,8 +193,8 @@ def _agree(core: Core, moves: tuple[Move, ...], buffers: Sequence[Buffer], probl
 
     GPUs are set up by all ranks together, also by those that no message will go to or come from.
     """
-    hashes = [_hash(repr(move)) for move in moves]
-    text = "" if problem is None else str(problem).encode("ascii", "replace").decode()[:_TEXT]
+    hashes = [_hash(repr(move)) for move in moves] if problem is None else []  # with an error there is less room
+    text = "" if problem is None else (str(problem) or repr(problem)).encode("ascii", "replace").decode()[:_TEXT]
     on_gpu = any(buffer.device != "cpu" for buffer in buffers)
     mine = {"problem": text, "gpu": on_gpu, "count": len(moves), "all": _hash("".join(hashes)), "each": hashes[:_NAMED]}
     told = [json.loads(blob) for blob in core.meet("reshard", json.dumps(mine).encode())]
