@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from .. import ArgumentError, Communicator
+from .. import ArgumentError, BufferTypeError, Communicator
+from ..calls import check_int
 from ..runtime import reshard as runtime
 from ..runtime.reshard import Layout
 from .process_group import HetcollProcessGroup
@@ -32,19 +33,37 @@ def layout(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) ->
     DTensor, also where shards are uneven or empty, or those of FSDP2 over tensor parallel. ArgumentError for
     ``Partial``, for other kinds, and for a mesh that has a rank twice.
     """
-    extent = tuple(int(each) for each in shape)
-    ranks = (mesh.mesh if isinstance(mesh, DeviceMesh) else torch.as_tensor(mesh)).cpu()
+    extent = tuple(check_int(each, "shape") for each in _listed(shape, "shape"))
+    ranks, places = _grid(mesh), _listed(placements, "placements")
     cuts: list[int | None] = []
-    for placement in placements:
-        if placement.is_replicate():
+    for placement in places:
+        if isinstance(placement, Placement) and placement.is_replicate():
             cuts.append(None)
         elif hasattr(placement, "dim") and type(placement).__name__ in ("Shard", "_StridedShard"):
             cuts.append(placement.dim + len(extent) * (placement.dim < 0))
         else:
             raise ArgumentError(f"placements: wanted Shard and Replicate, got {placement}")
     grid = tuple(ranks.shape)
-    order = _order(placements, cuts, grid) if len(cuts) == len(grid) else ()
+    order = _order(places, cuts, grid) if len(cuts) == len(grid) else ()
     return Layout(extent, tuple(ranks.flatten().tolist()), grid, tuple(cuts), order)
+
+
+def _listed(values: Any, name: str) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise ArgumentError(f"{name}: wanted a list, got {values!r}") from None
+
+
+def _grid(mesh: Mesh) -> torch.Tensor:
+    """The ranks of a mesh, on the CPU."""
+    try:
+        ranks = (mesh.mesh if isinstance(mesh, DeviceMesh) else torch.as_tensor(mesh)).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's words for lists that are no grid, and numbers
+        raise ArgumentError(f"mesh: wanted a DeviceMesh or ranks in nested lists, got {mesh!r}: {error}") from None
+    if ranks.is_floating_point() or ranks.is_complex() or ranks.dtype is torch.bool:
+        raise ArgumentError(f"mesh: wanted ranks, which are whole numbers, got {mesh!r}")
+    return ranks
 
 
 def _order(placements: Sequence[Any], cuts: list[int | None], grid: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,7 +118,11 @@ def reshard_all(items: Sequence[Item], group: dist.ProcessGroup | Communicator |
     results: list[_Result] = []
 
     def asked() -> list[runtime.Item]:
-        results.extend(_Result(group, *item) for item in items)
+        for item in items:
+            if not isinstance(item, tuple | list) or not 3 <= len(item) <= 4:
+                got = f"{len(item)} of them" if isinstance(item, tuple | list) else type(item).__name__
+                raise ArgumentError(f"items: wanted a tensor, source, target and maybe out of each, got {got}")
+            results.append(_Result(group, *item))
         return [result.item for result in results]
 
     locals_ = runtime.reshard(comm._core, asked)
@@ -121,6 +144,7 @@ class _Result:
     def __init__(
         self, group: Any, tensor: torch.Tensor, source: Layout | None, target: Target, out: torch.Tensor | None = None
     ) -> None:
+        tensor = _tensor(tensor, "tensor")
         if isinstance(tensor, DTensor):
             if source is not None:
                 raise ArgumentError("source: wanted None with a DTensor, which has its own")
@@ -128,14 +152,15 @@ class _Result:
             tensor = tensor.to_local()
         if not isinstance(source, Layout):
             raise ArgumentError(f"source: wanted a layout with a tensor that is no DTensor, got {source!r}")
-        self._placed = None if isinstance(target, Layout) else target
+        self._placed: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
         if isinstance(target, Layout):
             to = target
         else:
-            mesh, placements = target
-            to = _layout_in(group, source.shape, mesh, placements)
+            self._placed = placed = _placed(target)
+            to = _layout_in(group, source.shape, *placed)
         self._shape = to.shape
-        into = out.to_local() if isinstance(out, DTensor) else out
+        into = None if out is None else _tensor(out, "out")
+        into = into.to_local() if isinstance(into, DTensor) else into
         self.item = runtime.Item(tensor.detach(), source, to, None if into is None else into.detach())
 
     def wrapped(self, local: torch.Tensor) -> torch.Tensor:
@@ -145,6 +170,18 @@ class _Result:
         strides = tuple(math.prod(max(1, each) for each in self._shape[dim + 1 :]) for dim in range(len(self._shape)))
         shape = torch.Size(self._shape)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
+def _tensor(given: Any, name: str) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor):
+        raise BufferTypeError(f"{name}: wanted a tensor, got {type(given).__name__}")
+    return given
+
+
+def _placed(target: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    if not (isinstance(target, tuple | list) and len(target) == 2 and isinstance(target[0], DeviceMesh)):
+        raise ArgumentError(f"target: wanted a layout, or a DeviceMesh and its placements, got {target!r}")
+    return target[0], _listed(target[1], "placements")
 
 
 def _layout_in(group: Any, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:

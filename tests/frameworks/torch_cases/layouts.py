@@ -146,6 +146,39 @@ def what_cannot_be_is_refused_on_all_ranks() -> None:
     assert torch.equal(reshard(rows, None, layout((8, 3), [0], [Replicate()])), whole if rank == 0 else torch.empty(0))
 
 
+def what_makes_no_sense_is_told_in_our_words() -> None:
+    rank, mesh, rows = dist.get_rank(), init_device_mesh("cpu", (4,)), layout((4, 2), [0, 1, 2, 3], [Shard(0)])
+    mine = torch.ones(1, 2)
+    for wrong, out, words in (
+        ((mine, rows, None), None, "target: wanted a layout, or a DeviceMesh and its placements, got None"),
+        ((mine, rows, [Shard(0), Replicate()]), None, "target: wanted a layout, or a DeviceMesh"),
+        ((mine, rows, (mesh, Shard(1))), None, "placements: wanted a list, got Shard"),
+        ((None, rows, rows), None, "tensor: wanted a tensor, got NoneType"),
+        ((mine, rows, rows), [1.0], "out: wanted a tensor, got list"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words) as found:
+            reshard(*wrong, out=out)  # type: ignore[arg-type]
+        assert isinstance(found.value, hetcoll.HetcollError)
+    with pytest.raises(ValueError, match="source, target and maybe out of each, got 2 of them"):
+        reshard_all([(mine, rows)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"items: wanted .*, got Tensor"):
+        reshard_all((mine, rows, rows))  # type: ignore[arg-type]
+    for args, words in (
+        (((4.5, 2), [0], [Shard(0)]), r"shape: wanted a whole number, got 4\.5"),
+        ((4, [0], [Shard(0)]), "shape: wanted a list, got 4"),
+        (((4, 2), None, [Shard(0)]), "mesh: wanted a DeviceMesh or ranks in nested lists, got None"),
+        (((4, 2), [[0, 1], [2]], [Shard(0)]), "mesh: wanted a DeviceMesh or ranks in nested lists"),
+        (((4, 2), [0.0, 1.0], [Shard(0)]), "mesh: wanted ranks, which are whole numbers"),
+        (((4, 2), [], [Shard(0)]), "mesh: wanted ranks"),
+        (((4, 2), [0, 1], ["x"]), "placements: wanted Shard and Replicate, got x"),
+        (((4, 2), [0, 1], None), "placements: wanted a list, got None"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words) as found:
+            layout(*args)  # type: ignore[arg-type]
+        assert isinstance(found.value, hetcoll.HetcollError)
+    assert torch.equal(reshard(mine * rank, rows, rows), mine * rank)
+
+
 def blocks_are_those_of_dtensor() -> None:
     """Random shapes and placements over random meshes: each rank's block is the local part that torch makes."""
     import numpy as np
