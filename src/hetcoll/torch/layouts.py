@@ -148,7 +148,7 @@ class _Result:
         if isinstance(tensor, DTensor):
             if source is not None:
                 raise ArgumentError("source: wanted None with a DTensor, which has its own")
-            source = _layout_in(group, tensor.shape, tensor.device_mesh, tensor.placements)
+            source = _layout_of(group, tensor)
             tensor = tensor.to_local()
         if not isinstance(source, Layout):
             raise ArgumentError(f"source: wanted a layout with a tensor that is no DTensor, got {source!r}")
@@ -160,7 +160,10 @@ class _Result:
             to = _layout_in(group, source.shape, *placed)
         self._shape = to.shape
         into = None if out is None else _tensor(out, "out")
-        into = into.to_local() if isinstance(into, DTensor) else into
+        if isinstance(into, DTensor):
+            if (own := _layout_of(group, into)).boxes != to.boxes:
+                raise ArgumentError(f"out: wanted a tensor in the layout {to}, got one in {own}")
+            into = into.to_local()
         self.item = runtime.Item(tensor.detach(), source, to, None if into is None else into.detach())
 
     def wrapped(self, local: torch.Tensor) -> torch.Tensor:
@@ -184,6 +187,10 @@ def _placed(target: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     return target[0], _listed(target[1], "placements")
 
 
+def _layout_of(group: Any, tensor: DTensor) -> Layout:
+    return _layout_in(group, tensor.shape, tensor.device_mesh, tensor.placements)
+
+
 def _layout_in(group: Any, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """Of torch's mesh, whose ranks are the job's; as a group numbers them."""
     ranks = mesh.mesh
@@ -192,4 +199,9 @@ def _layout_in(group: Any, shape: Sequence[int], mesh: DeviceMesh, placements: S
         if outside := [rank for rank in ranks.flatten().tolist() if rank not in known]:
             raise ArgumentError(f"mesh: wanted ranks of the group, got {outside}")
         ranks = ranks.clone().apply_(known.__getitem__)
+    elif group is not None and dist.is_initialized() and group.rank != (rank := dist.get_rank()):
+        raise ArgumentError(
+            f"group: wanted the process group with a DeviceMesh, whose ranks are the job's: rank {rank} of the job is"
+            f" rank {group.rank} of this communicator"
+        )
     return layout(shape, ranks, placements)

@@ -179,6 +179,27 @@ def what_makes_no_sense_is_told_in_our_words() -> None:
     assert torch.equal(reshard(mine * rank, rows, rows), mine * rank)
 
 
+def results_lie_where_they_say() -> None:
+    """A DTensor for the result has the target's layout; and a mesh's ranks, which are the job's, are the group's."""
+    rank, mesh, other = dist.get_rank(), init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [3, 2, 1, 0])
+    whole = _whole(8, 3)
+    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    out = distribute_tensor(torch.zeros(8, 3), other, [Shard(0)])
+    _refused(r"out: wanted a tensor in the layout \(8, 3\) over ranks \(0, 1", rows, None, (mesh, [Shard(0)]), out=out)
+    found = reshard(rows, None, (other, [Shard(0)]), out=out)
+    assert torch.equal(out.to_local(), whole.chunk(4)[3 - rank])
+    assert torch.equal(found.to_local(), out.to_local())
+    group = dist.new_group([1, 2, 3])
+    pair = DeviceMesh("cpu", [1, 2])
+    if rank:
+        held = whole if rank == 1 else whole.new_empty(0)
+        first = layout(whole.shape, [0], [Replicate()])
+        placed = reshard(held, first, (pair, [Shard(0)]), group)
+        assert torch.equal(placed.to_local(), whole.chunk(2)[rank - 1] if rank < 3 else whole.new_empty(0))
+        _refused(rf"wanted the process group with a DeviceMesh.*rank {rank} of the job is rank {rank - 1} of this",
+                 held, first, (pair, [Shard(0)]), group.comm)  # fmt: skip
+
+
 def blocks_are_those_of_dtensor() -> None:
     """Random shapes and placements over random meshes: each rank's block is the local part that torch makes."""
     import numpy as np
