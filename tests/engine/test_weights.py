@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +36,25 @@ def test_shares_of_many_elements_are_exact_and_take_no_memory(total: int) -> Non
 
 def test_the_heaviest_weights_have_a_sum() -> None:
     assert shares(9, [1.7e308, 1.7e308, 1.7e308]) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ((10, []), hetcoll.ArgumentError, "weights: wanted one or more, got none"),
+        ((10, [1.0, math.nan]), hetcoll.ArgumentError, "weights: wanted a number above 0, got nan"),
+        ((10, ["a"]), hetcoll.BufferTypeError, "weights: wanted a number, got 'a'"),
+        ((10.0, [1.0]), hetcoll.BufferTypeError, "total: wanted a whole number, got 10"),
+        ((10, [1.0, 1e9], -3), hetcoll.ArgumentError, "least: wanted 0 or more, got -3"),
+    ],
+)
+def test_shares_that_there_are_not(wrong: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        shares(*wrong)
+
+
+def test_weights_may_be_an_array() -> None:
+    assert shares(12, np.array([1, 2], np.float32)) == [4, 8]  # type: ignore[arg-type]
 
 
 def _means(comm: hetcoll.Communicator) -> None:
@@ -72,6 +92,11 @@ def _refuse(comm: hetcoll.Communicator) -> None:
         (lambda: comm.allreduce(np.ones(2), op="avg", weight=-1), hetcoll.ArgumentError, "number of 0 or more, got -1"),
         (lambda: comm.allreduce(np.ones(2), op="avg", weight=math.nan), hetcoll.ArgumentError, "0 or more, got nan"),
         (lambda: comm.allreduce(np.ones(2), op="avg", weight="1"), hetcoll.BufferTypeError, "weight: wanted a number"),
+        (
+            lambda: comm.allreduce(np.ones(2), op="avg", weight=np.array("x")),  # type: ignore[arg-type]
+            hetcoll.BufferTypeError,
+            "weight: wanted a number, got array",
+        ),
         (lambda: comm.allreduce(np.ones(2), op="avg", weight=0), hetcoll.ArgumentError, "above 0 on some rank"),
         (lambda: comm.allreduce(np.ones(2), op="avg", weight=1, stream=1), hetcoll.ArgumentError, "wanted no stream"),
         (lambda: comm.shards(10, True), hetcoll.BufferTypeError, "weight: wanted a number, got True"),

@@ -34,19 +34,23 @@ def shares(total: int, weights: Sequence[float], least: int = 1) -> list[int]:
     Largest remainders first, then lower ranks: the same on all ranks for the same weights. ArgumentError where `total`
     does not suffice, or a weight is not above 0.
     """
-    if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
-        raise ArgumentError(f"weights: wanted numbers above 0, got {list(weights)}")
-    spare = total - least * len(weights)
+    total, least = check_int(total, "total"), check_int(least, "least")
+    if least < 0:
+        raise ArgumentError(f"least: wanted 0 or more, got {least}")
+    known = [_checked(weight, "weights", zero=False) for weight in weights]
+    if not known:
+        raise ArgumentError("weights: wanted one or more, got none")
+    spare = total - least * len(known)
     if spare < 0:
-        raise ArgumentError(f"total: wanted {least} or more for each of {len(weights)} ranks, got {total}")
-    heavy = _exact(weights)
+        raise ArgumentError(f"total: wanted {least} or more for each of {len(known)} ranks, got {total}")
+    heavy = _exact(known)
     whole = sum(heavy)
     above = [total * weight / whole - least for weight in heavy]
     wanted = [each if each > 0 else 0 for each in above]
     scale = spare / sum(wanted) if any(wanted) else 0
     exact = [scale * each for each in wanted]
     found = [int(each) for each in exact]
-    order = sorted(range(len(weights)), key=lambda rank: (found[rank] - exact[rank], rank))
+    order = sorted(range(len(known)), key=lambda rank: (found[rank] - exact[rank], rank))
     for rank in order[: spare - sum(found)]:
         found[rank] += 1
     return [least + each for each in found]
@@ -61,7 +65,7 @@ def shards(core: Core, total: int, weight: float, least: int, timeout: float | N
             if floor >= 0
             else f"least: wanted 0 or more, got {floor}"
         )
-    told = _told(core, f"shards({whole}, least={floor})", _checked(weight, zero=False), timeout)
+    told = _told(core, f"shards({whole}, least={floor})", _checked(weight, "weight", zero=False), timeout)
     return [slice(a, b) for a, b in pairwise((0, *accumulate(shares(whole, told, floor))))]
 
 
@@ -90,7 +94,7 @@ def weighed(
     if stream is not None:
         raise ArgumentError("weight: wanted no stream, since the array's library scales on its own current one")
     core.compression.choose(call, compress)  # before anything is sent, or scaled where it lies
-    told = _told(core, "allreduce(op=avg, weight)", _checked(weight, zero=True), timeout)
+    told = _told(core, "allreduce(op=avg, weight)", _checked(weight, "weight", zero=True), timeout)
     exact = _exact(told)
     if not (whole := sum(exact)):
         raise ArgumentError(f"weight: wanted one above 0 on some rank, got {told}")
@@ -99,17 +103,17 @@ def weighed(
     return target, None, ReduceOp.SUM
 
 
-def _checked(weight: object, *, zero: bool) -> float:
+def _checked(weight: object, name: str, *, zero: bool) -> float:
     if isinstance(weight, bool) or not hasattr(weight, "__float__"):
-        raise BufferTypeError(f"weight: wanted a number, got {weight!r}")
+        raise BufferTypeError(f"{name}: wanted a number, got {weight!r}")
     try:
         value = float(weight)
-    except TypeError:  # arrays have it, and refuse
-        raise BufferTypeError(f"weight: wanted a number, got {weight!r}") from None
+    except (TypeError, ValueError, RuntimeError):  # arrays have it, and refuse: PyTorch's by the last of these
+        raise BufferTypeError(f"{name}: wanted a number, got {weight!r}") from None
     except OverflowError:
         value = math.inf
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ArgumentError(f"weight: wanted a number {'of 0 or more' if zero else 'above 0'}, got {value}")
+        raise ArgumentError(f"{name}: wanted a number {'of 0 or more' if zero else 'above 0'}, got {value}")
     return value
 
 

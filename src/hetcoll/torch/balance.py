@@ -50,8 +50,10 @@ class Balancer:
     ) -> None:
         if every < 1 or not 0 <= smoothing < 1:
             raise ValueError(f"every, smoothing: wanted 1 or more, and in [0, 1), got {every} and {smoothing}")
-        if margin < 0:
+        if not margin >= 0:  # nor NaN
             raise ValueError(f"margin: wanted 0 or more, got {margin}")
+        if least < 1:  # the mean of no samples is NaN, and would be everybody's
+            raise ValueError(f"least: wanted 1 or more, got {least}")
         self._group, self._every, self._smoothing = group, every, smoothing
         self._least, self._margin = least, margin
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)

@@ -112,3 +112,15 @@ def without_measurements_it_says_so() -> None:
                 clock.compute(balancer.share)
         with pytest.raises(RuntimeError, match=r"none on ranks \[1\]"):
             balancer.update()
+
+
+def what_cannot_be_is_refused() -> None:
+    for wrong, words in (
+        ({"least": 0}, "least: wanted 1 or more, got 0"),
+        ({"margin": float("nan")}, "margin: wanted 0 or more, got nan"),
+        ({"smoothing": 1.0}, "wanted 1 or more, and in"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Balancer(BATCH, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"total: wanted a whole number, got 48\.0"):
+        Balancer(48.0)  # type: ignore[arg-type]
