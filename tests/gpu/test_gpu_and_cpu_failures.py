@@ -17,6 +17,7 @@ from thorough import parametrize
 import hetcoll
 from hetcoll.errors import (
     AbortedError,
+    BufferTypeError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     InitError,
@@ -38,6 +39,19 @@ def test_all_must_say_what_they_use() -> None:
             assert "rank 2 said cpu, and rank 1 a GPU; then all must say which, and rank 0 did not" in str(
                 outcome.error
             )
+
+
+def weigh_what_nobody_scales(comm: hetcoll.Communicator) -> None:
+    """Refused before the other ranks are told of it: they are in another call."""
+    if comm.rank == 0:
+        with pytest.raises(BufferTypeError, match=r"weight: wanted arrays on a GPU that can be scaled.*DeviceArray"):
+            comm.allreduce(Own(comm, np.ones(4, np.float32)).array, op="avg", weight=1.0)
+    comm.barrier()
+
+
+def test_a_weight_of_an_array_that_cannot_be_scaled() -> None:
+    for outcome in outcomes_of("nc", weigh_what_nobody_scales):
+        assert outcome.error is None, outcome
 
 
 def reduce_until_told(comm: hetcoll.Communicator, counts: tuple[int, ...], begun: Path | None = None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +95,14 @@ def weighed(
     if stream is not None:
         raise ArgumentError("weight: wanted no stream, since the array's library scales on its own current one")
     core.compression.choose(call, compress)  # before anything is sent, or scaled where it lies
+    target = sendbuf if recvbuf is None else recvbuf
+    scale = _scaling(sendbuf, call.send, target, call.recv)
     told = _told(core, "allreduce(op=avg, weight)", _checked(weight, "weight", zero=True), timeout)
     exact = _exact(told)
     if not (whole := sum(exact)):
         raise ArgumentError(f"weight: wanted one above 0 on some rank, got {told}")
-    target = sendbuf if recvbuf is None else recvbuf
-    _scale(sendbuf, call.send, float(exact[core.rank] / whole), target, call.recv)
+    if call.count:
+        scale(float(exact[core.rank] / whole))
     return target, None, ReduceOp.SUM
 
 
@@ -131,21 +134,23 @@ def _told(core: Core, label: str, weight: float, timeout: float | None) -> list[
     return [float(each) for each in rows]
 
 
-def _scale(array: Any, source: Buffer, factor: float, out: Any, target: Buffer) -> None:
-    """``out = factor * array``, computed in float32 or wider and rounded once. On a GPU the arrays' library does it."""
-    if source.count == 0:
-        return
+def _scaling(array: Any, source: Buffer, out: Any, target: Buffer) -> Callable[[float], object]:
+    """What does ``out = factor * array``, computed in float32 or wider and rounded once. On a GPU the arrays' library
+    does it; BufferTypeError where that cannot."""
     if source.device == "cpu":
         wide = _WIDE.get(source.dtype, np.float32)
-        np.multiply(_view(source), wide(factor), out=_view(target), dtype=wide, casting="unsafe")
-    elif (torch := sys.modules.get("torch")) is not None and isinstance(array, torch.Tensor):
-        torch.mul(array.detach().view(-1), factor, out=out.detach().view(-1))
-    elif hasattr(array, "__array_ufunc__"):  # CuPy
-        np.multiply(array.reshape(-1), factor, out=out.reshape(-1), casting="same_kind")
-    else:
-        raise BufferTypeError(
-            f"weight: wanted arrays on a GPU that can be scaled, of PyTorch or CuPy, got {type(array).__name__}"
-        )
+
+        def scale(factor: float) -> None:
+            np.multiply(_view(source), wide(factor), out=_view(target), dtype=wide, casting="unsafe")
+
+        return scale
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor) and isinstance(out, torch.Tensor):
+        return partial(torch.mul, array.detach().view(-1), out=out.detach().view(-1))
+    if hasattr(array, "__array_ufunc__") and hasattr(out, "__array_ufunc__"):  # CuPy
+        return partial(np.multiply, array.reshape(-1), out=out.reshape(-1), casting="same_kind")
+    kinds = " and ".join(dict.fromkeys((type(array).__name__, type(out).__name__)))
+    raise BufferTypeError(f"weight: wanted arrays on a GPU that can be scaled, of PyTorch or CuPy, got {kinds}")
 
 
 def _view(buffer: Buffer) -> np.ndarray[Any, Any]:
