@@ -57,7 +57,7 @@ class HetcollProcessGroup(Collectives, Messages):
     def make(cls, options: Any, ours: object = None) -> HetcollProcessGroup:
         """The group that torch describes by its `_DistributedBackendOptions`; all its ranks call this. With
         `enable_reconfigure` nobody is waited for: who they are `reconfigure` tells."""
-        timeout, compress = options.timeout.total_seconds(), asked_format(ours)
+        timeout, compress = seconds(options.timeout) or 0.0, asked_format(ours)
         if getattr(options, "enable_reconfigure", False):  # since PyTorch 2.14
             return cls(Place(options.group_rank, options.group_size), options.store, timeout, compress)
         comm = connect(options.store, options.group_rank, options.group_size, timeout, job_session(), compress)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .. import BufferTypeError, OpName
+from ..types import as_seconds
 from .names import DEVICES
 
 _NAMES: tuple[tuple[Any, OpName], ...] = (
@@ -92,6 +93,5 @@ def reduction(op: Any) -> tuple[OpName, Any]:
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """torch marks a time that nobody set by a negative one, in `Work.wait` by 0."""
-    found = 0.0 if timeout is None else timeout.total_seconds()
-    return found if found > 0 else None
+    """torch marks a time that nobody set by a negative one, in `Work.wait` by 0. The longest is ours (`as_seconds`)."""
+    return None if timeout is None else as_seconds(timeout.total_seconds())

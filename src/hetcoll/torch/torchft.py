@@ -20,6 +20,7 @@ from torchft.process_group import ProcessGroupWrapper
 
 from .connect import connect
 from .process_group import HetcollProcessGroup
+from .tensors import seconds
 from .work import NO_TIME, StreamWork, Waited
 
 __all__ = ["ProcessGroupHetcoll"]
@@ -58,8 +59,8 @@ class ProcessGroupHetcoll(ProcessGroupWrapper):
     """
 
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> HetcollProcessGroup:
-        seconds = self._timeout.total_seconds()
-        return HetcollProcessGroup(connect(store, rank, world_size, seconds, None), store, seconds)
+        limit = seconds(self._timeout) or 0.0
+        return HetcollProcessGroup(connect(store, rank, world_size, limit, None), store, limit)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> dist.Work:
         """See `torch.distributed.all_reduce`, asynchronous. What fails is told by the future and by `errored`."""

@@ -351,9 +351,9 @@ def monitored_barrier(store: dist.Store, rank: int, size: int) -> None:
 
 
 def again_and_again(store: dist.Store, rank: int, size: int) -> None:
-    """Groups come and go over one store."""
-    for round_ in range(3):
-        _init(store, rank, size)
+    """Groups come and go over one store, the last with three years for each call."""
+    for round_, seconds in enumerate((20.0, 20.0, 1e8)):
+        _init(store, rank, size, seconds)
         x = torch.tensor([float(round_)])
         dist.all_reduce(x)
         assert x.item() == round_ * size
