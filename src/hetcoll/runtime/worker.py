@@ -21,14 +21,18 @@ class Worker:
         self._closed = False
         self.thread: threading.Thread | None = None
 
-    def put(self, task: Callable[[], None]) -> None:
-        """Run `task` after all that came before it. OSError where no thread can be had."""
+    def put(self, task: Callable[[], None]) -> bool:
+        """Run `task` after all that came before it. False after `close`: it never runs. OSError where no thread can be
+        had."""
         with self._lock:
-            if self.thread is None and not self._closed:
+            if self._closed:
+                return False
+            if self.thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 lifetime.begin(thread)
                 self.thread = thread
-        self._queue.put(task)
+            self._queue.put(task)
+        return True
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:

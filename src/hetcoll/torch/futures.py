@@ -50,14 +50,17 @@ class Level:
 
         In the order of the operations; `alone` for those that complete in no particular order.
         """
-        if alone:
-            threading.Thread(target=task, name=f"hetcoll-future-{self.number}", daemon=True).start()
-        else:
-            self._completer.put(task)
+        if alone or not self._completer.put(task):
+            self._run_alone(task)
 
     def call(self, task: Callable[[], None]) -> None:
         """Run a callback, after those before it."""
-        self._callbacks.put(task)
+        if not self._callbacks.put(task):
+            self._run_alone(task)
+
+    def _run_alone(self, task: Callable[[], None]) -> None:
+        """On a thread of its own: so also after `close`, when somebody may yet wait for a future."""
+        threading.Thread(target=task, name=f"hetcoll-future-{self.number}", daemon=True).start()
 
     def close(self) -> None:
         """End the threads. Operations must have ended before, or failed."""

@@ -94,6 +94,17 @@ def timeout_of_one_wait(store: dist.Store, rank: int, size: int) -> None:
     _end()
 
 
+def futures_after_the_end(store: dist.Store, rank: int, size: int) -> None:
+    """Who asks for one once the group's threads have ended is not left waiting."""
+    _init(store, rank, size)
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    work.wait()
+    _end()
+    done = work.get_future().then(lambda found: found.value()[0].tolist())
+    wait_until(done.done, 30)
+    assert done.wait() == [size, size]
+
+
 def abort(store: dist.Store, rank: int, size: int) -> None:
     _init(store, rank, size)
     group = dist.group.WORLD
