@@ -314,6 +314,7 @@ def refusals(comm: Comm) -> None:
         (lambda: hj.broadcast(x, n, comm=comm), ValueError, rf"root: wanted a rank in \[0, {n}\), got {n}"),
         (lambda: hj.ppermute(x, [(0, 1), (0, 0)], comm=comm), ValueError, "at most once as source"),
         (lambda: hj.ppermute(x, [3], comm=comm), ValueError, "perm: wanted pairs"),
+        (lambda: hj.ppermute(x, None, comm=comm), ValueError, "perm: wanted pairs .*got None"),
         (lambda: hj.send(x, comm.rank, comm=comm), ValueError, "a message to oneself is a sendrecv"),
         (lambda: hj.sendrecv(x, comm.rank, (comm.rank + 1) % n, comm=comm), ValueError, "needs both to be rank"),
         (lambda: jax.grad(lambda x: hj.allreduce(x, "max", comm=comm).sum())(x), NotImplementedError, "not for 'max'"),

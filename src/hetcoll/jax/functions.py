@@ -79,6 +79,8 @@ def ppermute(x: Array, perm: Iterable[Sequence[int]], *, comm: Communicator) -> 
     `perm` has pairs (source, destination), the same on all ranks; no rank is twice a source or twice a destination.
     """
     array, member = _prepare("ppermute", x, comm)
+    if not isinstance(perm, Iterable):
+        raise ArgumentError(f"perm: wanted pairs (source, destination), got {perm!r}")
     pairs = [_pair(pair, comm.size) for pair in perm]
     onward, back = dict(pairs), {dest: source for source, dest in pairs}
     if len(onward) != len(pairs) or len(back) != len(pairs):
