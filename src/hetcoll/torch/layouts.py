@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -150,6 +151,8 @@ class _Result:
                 raise ArgumentError("source: wanted None with a DTensor, which has its own")
             source = _layout_of(group, tensor)
             tensor = tensor.to_local()
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.wait()
         if not isinstance(source, Layout):
             raise ArgumentError(f"source: wanted a layout with a tensor that is no DTensor, got {source!r}")
         self._placed: tuple[DeviceMesh, tuple[Placement, ...]] | None = None

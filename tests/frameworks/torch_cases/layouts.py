@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from blocks import random_layout
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -116,6 +117,16 @@ def parameters_with_gradients() -> None:
         if rank in (1, 3):
             assert got.dtype == dtype
             assert torch.equal(got.view(torch.uint8), tensor[:, [0 if rank == 3 else 1]].contiguous().view(torch.uint8))
+
+
+def what_is_still_under_way() -> None:
+    """torch gives such tensors where nothing is differentiated; they wait when they are first read."""
+    mesh, whole = init_device_mesh("cpu", (4,)), _whole(8, 3)
+    with torch.no_grad():
+        late = distribute_tensor(whole, mesh, [Shard(0)]).redistribute(mesh, [Replicate()], async_op=True)
+        assert isinstance(late.to_local(), AsyncCollectiveTensor)
+        found = reshard(late, None, (mesh, [Shard(0)]))
+    assert torch.equal(found.to_local(), whole.chunk(4)[dist.get_rank()])
 
 
 def _refused(pattern: str, *args: Any, **options: Any) -> None:
