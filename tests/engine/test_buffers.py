@@ -223,6 +223,16 @@ def test_numpy_scalars_are_no_arrays() -> None:
         read(np.float32(1))
 
 
+@pytest.mark.parametrize("mask", [[True, False], False], ids=["masked", "nothing masked"])
+def test_masked_arrays_are_refused(mask: Any) -> None:
+    """Their mask would be lost, and what it hides would count. Also where nothing is masked yet, as on other ranks."""
+    values = np.ma.MaskedArray([1.0, 2.0], mask)
+    for writable in (False, True):
+        with pytest.raises(BufferTypeError, match=r"buf: wanted an array without a mask.* pass its data or filled\(\)"):
+            read(values, writable=writable)
+    assert read(values.data).count == read(values.filled(0)).count == 2
+
+
 def test_overlap_is_of_bytes() -> None:
     whole = np.zeros(10, np.int32)
     first, second = read(whole[:5]), read(whole[5:])

@@ -163,6 +163,8 @@ def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
 
 
 def _from_numpy(array: np.ndarray[Any, Any], name: str, writable: bool) -> Buffer:
+    if hasattr(array, "mask") and isinstance(array, np.ma.MaskedArray):  # the latter alone would import it
+        raise BufferTypeError(f"{name}: wanted an array without a mask, which would be lost: pass its data or filled()")
     dtype = _BY_NAME.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
         raise BufferTypeError(f"{name}: dtype {array.dtype} is not supported; supported: {', '.join(_BY_NAME)}")
