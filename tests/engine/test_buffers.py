@@ -239,7 +239,10 @@ def test_overlap_is_of_bytes() -> None:
     assert not first.overlaps(second)
     assert first.overlaps(read(whole[4:6]))
     assert first.overlaps(read(whole.view(np.uint8)[19:20]))
-    assert not read(whole[3:3]).overlaps(read(whole[3:3]))
+    for empty in (whole[3:][:0], whole[:0], whole[10:]):  # in the middle of what is not, or at its ends
+        for other in (empty, whole):
+            assert not read(empty).overlaps(read(other))
+            assert not read(other).overlaps(read(empty))
 
 
 @pytest.mark.parametrize("dtype", DType, ids=label)

@@ -98,6 +98,8 @@ class Buffer:
         return self.count * self.dtype.itemsize
 
     def overlaps(self, other: Buffer) -> bool:
+        if not (self.nbytes and other.nbytes):  # what is empty may point anywhere, as a slice of a slice does
+            return False
         return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
 
 
