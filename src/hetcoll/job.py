@@ -82,7 +82,7 @@ def init(
         raise InitError("join: wanted RANK and WORLD_SIZE as the ranks of the job that runs were told, got a size of 1")
     start = time.monotonic()
     with coming_together():
-        unique_id = bootstrap(launch, env.config)
+        unique_id = bootstrap(launch, replace(env.config, init_timeout=seconds))
     left = seconds - (time.monotonic() - start)
     world = Communicator.enter(unique_id, launch.rank, launch.size, config, left, join=launch.joins)
     _world = weakref.ref(world)

@@ -17,9 +17,10 @@ from meeting import meet, torch_style
 from patience import DEADLINE
 from ports import free_port
 
-from hetcoll import _native
+import hetcoll
+from hetcoll import _native, job
 from hetcoll.communicator import Communicator
-from hetcoll.config.env import Config, Launch
+from hetcoll.config.env import Config, Environment, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
 from hetcoll.rendezvous import bootstrap as rendezvous
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
@@ -153,6 +154,13 @@ def test_the_error_says_where_rank_0_was_looked_for() -> None:
     launch = Launch(1, 2, None, None, ("no-such-host.invalid", port), "torchrun", "j")
     with pytest.raises(InitError, match=r"no-such-host\.invalid: "):
         bootstrap(launch, Config(init_timeout=0.3))
+
+
+def test_the_timeout_that_init_is_given_is_that_of_looking_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = Environment(Config(init_timeout=30), torch_style(2, free_port())[1])
+    monkeypatch.setattr(job, "environment", lambda: environment)
+    with pytest.raises(InitError, match=r"not found within \d\.\d s: "):
+        hetcoll.init(timeout=2.0)
 
 
 def test_nobody_takes_itself_for_rank_0() -> None:
