@@ -343,6 +343,17 @@ def test_signals_to_the_launcher_leave_nothing_behind(number: int, status: int) 
         assert gone_within(pids, 5)
 
 
+def test_a_hangup_that_is_ignored_does_not_end_the_job() -> None:
+    """As under nohup(1)."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        status, _, err = run_python("import os, signal; os.kill(os.getppid(), signal.SIGHUP)", 1)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (status, err) == (0, [])
+
+
 def test_a_second_ctrl_c_does_not_wait_for_the_grace() -> None:
     code = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'no\\n')); "
     with launcher(code + "print('ready', flush=True); time.sleep(60)", 1, grace=60) as process:

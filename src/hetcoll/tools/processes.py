@@ -124,6 +124,8 @@ class Job:
             self._selector.register(0, selectors.EVENT_READ, "stdin")
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # nohup(1): the job is to outlive its terminal
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
