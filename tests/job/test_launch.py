@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import select
 import signal
@@ -423,6 +424,11 @@ def test_arguments_are_checked() -> None:
         run(["true"], 0)
     with pytest.raises(ArgumentError, match="got nothing"):
         run([], 1)
+    for grace in (-1.0, math.nan, math.inf):
+        with pytest.raises(ArgumentError, match=f"grace: wanted seconds, 0 or more, got {grace:g}"):
+            run(["true"], 1, grace=grace)
+    others_wait = "import os, time; time.sleep(60 * int(os.environ['RANK'])); 1 / 0"
+    assert run_python(others_wait, 2, grace=1e300)[0] == 1  # longer than the clocks of the system count
 
 
 def _children() -> set[str]:

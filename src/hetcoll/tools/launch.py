@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shlex
@@ -18,6 +19,7 @@ from ..config.env import child_environment
 from ..config.launchers import NAMED_PORTS
 from ..config.version import __version__
 from ..errors import ArgumentError
+from ..types import LONGEST
 from .processes import Command, Job, Printer
 
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15"
@@ -172,7 +174,7 @@ def run_hosts(
             made.append(Command(words, ours, f"host {host}", stdin=line, decides=index == 0))
         return made
 
-    return _attempts(commands, replace(options, grace=options.grace + _AGENT_GRACE), None, None, on_hosts=True)
+    return _attempts(commands, options, None, None, on_hosts=True)
 
 
 def serve(line: bytes) -> int:
@@ -209,6 +211,8 @@ def _attempts(
     for name, number in (("restarts", options.restarts), ("respawns", options.respawns)):
         if number < 0:
             raise ArgumentError(f"{name}: wanted 0 or more, got {number}")
+    if not (options.grace >= 0 and math.isfinite(options.grace)):
+        raise ArgumentError(f"grace: wanted seconds, 0 or more, got {options.grace:g}")
     printer = Printer(stdout or sys.stdout.buffer, stderr or sys.stderr.buffer)
     for left in range(options.restarts, -1, -1):
         name = secrets.token_hex(8)
@@ -216,7 +220,7 @@ def _attempts(
             commands(name),
             name,
             printer,
-            grace=options.grace,
+            grace=min(options.grace + (_AGENT_GRACE if on_hosts else 0.0), LONGEST),
             keep_going=options.keep_going or options.respawns > 0,
             respawns=0 if on_hosts else options.respawns,
             until_stdin_ends=until_stdin_ends,
