@@ -169,12 +169,16 @@ def test_the_same_command_on_each_host(tmp_path: Path) -> None:
     [
         (["--hosts", "a:1,b:0"], "--hosts a:1,b:0: wanted 1 rank or more on b, got 0"),
         (["--hosts", "a,,b"], "wanted a host and its number of ranks, such as gpu07:8, got ''"),
+        (["--hosts", ""], "--hosts : wanted a host and its number of ranks"),  # of a variable that is not set
+        (["--hosts", "", "--hostfile", "/x"], "wanted one of --hosts, --hostfile and --node-rank, got several"),
         (["--hosts", "a", "--hostfile", "/x"], "wanted one of --hosts, --hostfile and --node-rank, got several"),
         (["--hosts", "a,b", "-n", "1,2"], "-n: wanted one number of ranks for each host, got '1,2'"),
         (["--hosts", "localhost,b"], "wanted a name of this host that b can reach, got localhost; or --master"),
         (["--hosts", "a", "-x", "NO_SUCH_NAME"], "-x: wanted NAME=VALUE, or the name of a variable that is set here"),
         (["--hostfile", "/no/such"], "--hostfile: wanted a readable file, got '/no/such'"),
         (["--nnodes", "2"], "wanted --node-rank or --hosts as well"),
+        (["--master", ""], "wanted --node-rank or --hosts as well"),
+        (["--hosts", "a", "--master", ""], "--master: wanted the host of rank 0, such as gpu07 or gpu07:29500, got ''"),
         (["--node-rank", "0"], "--master: wanted the host of rank 0, such as gpu07 or gpu07:29500, got None"),
         (["--node-rank", "2", "--nnodes", "2", "--master", "a"], "--node-rank: wanted 0 to 1, got 2"),
         (["--node-rank", "0", "--nnodes", "3", "-n", "1,2", "--master", "a"], "-n: wanted 3 numbers"),
@@ -191,6 +195,14 @@ def test_mistakes_are_one_line(words: list[str], complaint: str, capsys: pytest.
     said = capsys.readouterr().err
     assert complaint in said
     assert len(said.splitlines()) == 1
+
+
+def test_no_nodes_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    from hetcoll.cli import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--node-rank", "0", "--nnodes", "0", "--master", "a", "x.py"])
+    assert "--nnodes: wanted a whole number from 1, got '0'" in capsys.readouterr().err
 
 
 def test_hostfiles_and_lists(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from .. import ArgumentError
 from ..config.env import REPLACEABLE, forwarded_variables
 from ..tools import hosts, launch
+from .in_job import at_least
 
 _MASTER_PORT = 29500  # torchrun's default, where this command runs on each host
 
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a variable that ranks on other hosts get as well; HETCOLL_* and what they find there they get anyway",
     )  # fmt: skip
     hand = parser.add_argument_group("on several hosts, with this command on each")
-    hand.add_argument("--nnodes", type=int, metavar="N", help="number of hosts")
+    hand.add_argument("--nnodes", type=at_least(1), metavar="N", help="number of hosts")
     hand.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, from 0")
     parser.add_argument(
         "--master", metavar="HOST[:PORT]",
@@ -87,26 +88,26 @@ def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     options = launch.Options(
         not args.no_prefix, args.grace, not args.no_bind, args.keep_going, args.respawn, args.restart
     )
-    if args.hosts or args.hostfile:
+    if args.hosts is not None or args.hostfile is not None:
         return _by_ssh(args, command, options, env)
     counts, node = _counts(args), None
     if args.node_rank is not None:
         host, port = _master(args.master)
         node = launch.Node(args.node_rank, counts, (host, port or _MASTER_PORT))
-    elif args.nnodes or args.master or len(counts) > 1:
+    elif args.nnodes or args.master is not None or len(counts) > 1:
         raise ArgumentError("--nnodes, --master and numbers for several nodes: wanted --node-rank or --hosts as well")
     return launch.run(command, counts[node.index if node else 0], env=env, node=node, **vars(options))
 
 
 def _by_ssh(args: argparse.Namespace, command: list[str], options: launch.Options, env: dict[str, str]) -> int:
-    if (args.hosts and args.hostfile) or args.node_rank is not None or args.nnodes:
+    if None not in (args.hosts, args.hostfile) or args.node_rank is not None or args.nnodes:
         raise ArgumentError("wanted one of --hosts, --hostfile and --node-rank, got several")
     (each,) = counts if len(counts := _counts(args)) == 1 else (0,)
     if not each:
         raise ArgumentError(f"-n: wanted one number of ranks for each host, got {args.ranks!r}: name others in --hosts")
-    where = hosts.read_hosts(args.hosts, each) if args.hosts else hosts.read_hostfile(args.hostfile, each)
+    where = hosts.read_hosts(args.hosts, each) if args.hostfile is None else hosts.read_hostfile(args.hostfile, each)
     env = {**forwarded_variables(args.exported), **env}
-    master = _master(args.master) if args.master else (where[0][0], 0)
+    master = (where[0][0], 0) if args.master is None else _master(args.master)
     return launch.run_hosts(command, where, options, env=env, master=master, ssh=args.ssh, python=args.python)
 
 
