@@ -203,12 +203,17 @@ def test_a_mistake_is_one_line(words: list[str], complaint: str, capsys: pytest.
 
 
 def test_algorithms_of_ones_own(tmp_path: Path) -> None:
-    """By a module's name and by a file's; perf runs them on all ranks."""
+    """By a module's name and by a file's; perf runs them on all ranks, and a cluster's are simulated."""
     (tmp_path / "mine.py").write_text(star.source())
     for name in ("mine", "mine.py", str(tmp_path / "mine.py")):
         done = command("simulate", "allreduce", "star", "-n", "3", "--import", name, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "proved for every timing" in done.stdout
+    (tmp_path / "cluster.toml").write_text('[[hosts]]\nname = "a"\ncount = 1\nranks = 4\nnic = "10 Gbit/s"\n')
+    words = ("simulate", "cluster.toml", "allreduce", "--algo", "star", "--sizes", "8", "--import", "mine.py")
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-1] for line in done.stdout.splitlines() if line.split()[:1] == ["8"]] == ["star"]
     words = ("perf", "allreduce", "-n", "2", "-b", "8", "-e", "8", "--iters", "5", "--import", "mine.py")
     done = command(*words, cwd=tmp_path, HETCOLL_ALGO="allreduce:star")
     assert done.returncode == 0, done.stderr

@@ -41,12 +41,12 @@ def _collective(word: str) -> str:
 
 def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     """Print; 0 when the plans are proved, 1 when the checker refuses them."""
+    import_own(args.modules)
     if args.collective.endswith(".toml"):
         return predict.main(args)
     if given := predict.only_for_clusters(args):
         raise ArgumentError(f"{given[0]} is for cluster files: hetcoll simulate CLUSTER.toml {args.collective}")
     collective = Collective[args.collective.upper()]
-    import_own(args.modules)
     if args.ranks < 1:
         raise ArgumentError(f"-n wants a number of ranks from 1, got {args.ranks}")
     if args.algorithm is None:
