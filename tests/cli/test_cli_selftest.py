@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from patience import PATIENCE
 
-from hetcoll.cli import selftest
+from hetcoll.cli import main, selftest
 from hetcoll.cli.cases import Case
 from hetcoll.cli.selftest import Part
 from hetcoll.cli.terminal import Screen
@@ -35,6 +35,15 @@ def run(tmp_path: Path, **env: str) -> tuple[int, str, str]:
         command, env={**os.environ, **env}, capture_output=True, text=True, timeout=PATIENCE * 200, check=False
     )
     return done.returncode, done.stdout, report.read_text() if report.exists() else done.stderr
+
+
+@pytest.mark.parametrize("path", ["/nowhere/x", "/"])
+def test_a_report_that_cannot_be_written_is_refused_first(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--quick", "-o", path]) == 1
+    captured = capsys.readouterr()
+    wanted = f"-o: wanted a file in a folder that is there, got {path!r}"
+    assert captured.err == f"hetcoll selftest: ArgumentError: {wanted}\n"
+    assert captured.out == ""
 
 
 def test_jobs_for_the_gpus_that_are_there() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,19 @@ def test_results_that_cannot_be_written_are_not_measured(
         == f"hetcoll perf: ArgumentError: {option}: wanted a file in a folder that is there, got {path!r}\n"
     )
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_file_that_others_keep_is_refused_first(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, asked = tmp_path / "results", list[tuple[str, int]]()
+    if there:
+        path.touch()
+    monkeypatch.setattr(os, "access", lambda file, mode: asked.append((str(file), mode)))  # root may write any
+    assert main(["perf", "allreduce", "-n", "1", "-e", "8", "--csv", str(path)]) == 1
+    assert f"--csv: wanted a file that can be written, got {str(path)!r}" in capsys.readouterr().err
+    assert asked == [(str(path if there else tmp_path), os.W_OK)]
 
 
 @pytest.mark.parametrize(

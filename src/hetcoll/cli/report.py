@@ -179,6 +179,8 @@ def check_output(option: str, path: str) -> None:
     """ArgumentError unless such a file can be written."""
     if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
         raise ArgumentError(f"{option}: wanted a file in a folder that is there, got {path!r}")
+    if not os.access(path if os.path.exists(path) else Path(path).absolute().parent, os.W_OK):
+        raise ArgumentError(f"{option}: wanted a file that can be written, got {path!r}")
 
 
 def write_json(path: str, env: Mapping[str, Any], rows: Iterable[Row]) -> None:

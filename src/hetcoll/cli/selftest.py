@@ -27,6 +27,7 @@ from ..config.env import child_environment, shown_variables
 from ..types import supports
 from .cases import OPS, REDUCING, Case, places
 from .in_job import at_least
+from .report import check_output
 from .terminal import MARK, Progress, Screen
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run all parts and write the report; or, as a rank, one part."""
     if args.part:
         return _be_rank(*json.loads(args.part), quick=args.quick)
+    check_output("-o", args.output)  # before minutes of checks
     from ..tools.checks import run_checks
     from .doctor import text
 
