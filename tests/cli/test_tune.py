@@ -180,6 +180,9 @@ def test_the_command(tmp_path: Path) -> None:
         (("tune", "-n", "two"), {}, "wanted 2 to 16 ranks, got two"),
         (("tune", "--sizes", "0"), {}, "--sizes: wanted 1 byte or more, got 0"),
         (("tune",), {"HETCOLL_CACHE": "none"}, "-o: wanted a file to write to, since nothing is kept"),
+        (("tune", "-o", "/"), {}, "-o: wanted a file to write to, got '/': "),
+        (("tune", "-o", "/dev/null/numbers"), {}, "-o: wanted a file to write to, got '/dev/null/numbers': "),
+        (("tune", "-o", __file__), {}, f"ArgumentError: {__file__}: "),
     ],
 )
 def test_wrong_words(words: tuple[str, ...], env: dict[str, str], told: str) -> None:

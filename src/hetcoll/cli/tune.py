@@ -70,6 +70,8 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     path = Path(args.output or files.place(str(config.config.cache)))
     if (sizes := sorted(set(args.sizes)))[0] < 1:
         raise ArgumentError(f"--sizes: wanted 1 byte or more, got {sizes[0]}")
+    if config.launch.rank == 0 and not args.measure:
+        _kept(path)  # before minutes of measuring
     if config.launch.launcher != "single":
         return _in_job(Path(args.measure or path), bool(args.measure), sizes)
     found = [_launch(transport, size, sizes) for transport in args.transport for size in args.ranks or _ranks()]
@@ -248,8 +250,7 @@ def _finish(found: tuned.Tuned, path: Path) -> None:
         f"What `hetcoll tune` measured on {datetime.date.today().isoformat()} with {files.hardware()}, in microseconds",
         "a call, for sizes of the larger of its two buffers.",
     ]
-    kept = tuned.read(path.read_text(), str(path)).times if path.exists() else ()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = _kept(path)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:  # nobody reads half of it
         file = Path(directory) / path.name
         file.write_text(tuned.write(found, about))
@@ -271,6 +272,16 @@ def _finish(found: tuned.Tuned, path: Path) -> None:
             f"{8e-9 * bandwidth:.3g} Gbit/s"
         )
     print(f"kept in {path}; HETCOLL_TUNED=none goes without it")
+
+
+def _kept(path: Path) -> tuple[tuned.Measured, ...]:
+    """What the file has until now, in a folder that is there. ArgumentError where it is none, or cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=path.parent).cleanup()  # as it is written
+        return tuned.read(path.read_text(), str(path)).times if path.exists() else ()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"-o: wanted a file to write to, got {str(path)!r}: {error}") from None
 
 
 def _by_model(one: tuned.Measured, found: tuned.Tuned) -> list[float]:
