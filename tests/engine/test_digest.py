@@ -74,3 +74,11 @@ def test_digests_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (tmp_path / "rank-0.txt").write_text("nothing of ours\n")
     assert main(["digest", str(tmp_path), str(tmp_path)]) == 1
     assert "line 1: wanted a line of HETCOLL_DIGEST" in capsys.readouterr().err
+    (tmp_path / "rank-0.txt").write_text("0\tone\t-\t-\tbarrier()\there\n")
+    assert main(["digest", str(tmp_path), str(tmp_path)]) == 1
+    assert "line 1: wanted a line of HETCOLL_DIGEST" in capsys.readouterr().err
+    for name, content in (("rank-0.txt", b"\xff"), ("rank-0-of-before.txt", b"")):
+        (tmp_path / "rank-0.txt").write_text("")
+        (tmp_path / name).write_bytes(content)
+        assert main(["digest", str(tmp_path), str(tmp_path)]) == 1
+        assert f"{name}: wanted a file of HETCOLL_DIGEST: " in capsys.readouterr().err

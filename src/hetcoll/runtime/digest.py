@@ -81,13 +81,16 @@ def read(directory: Path) -> dict[int, list[Line]]:
     """The calls of each rank, in their order."""
     found: dict[int, list[Line]] = {}
     for path in directory.glob("rank-*.txt"):
-        lines = []
-        for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            rank, whole = int(path.stem.removeprefix("rank-")), path.read_text()
+        except (OSError, ValueError) as error:  # of a name without a number, and of bytes that are no text
+            raise ArgumentError(f"{path}: wanted a file of HETCOLL_DIGEST: {error}") from error
+        found[rank] = []
+        for number, text in enumerate(whole.splitlines(), 1):
             words = text.split("\t")
-            if len(words) != len(Line._fields):
+            if len(words) != len(Line._fields) or not all(map(str.isdecimal, words[:2])):
                 raise ArgumentError(f"{path}, line {number}: wanted a line of HETCOLL_DIGEST, got {text!r}")
-            lines.append(Line(int(words[0]), int(words[1]), *words[2:]))
-        found[int(path.stem.removeprefix("rank-"))] = lines
+            found[rank].append(Line(int(words[0]), int(words[1]), *words[2:]))
     if not found:
         raise ArgumentError(
             f"wanted a directory that HETCOLL_DIGEST named, got {str(directory)!r}: no rank-*.txt in it"
