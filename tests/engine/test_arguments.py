@@ -239,6 +239,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "dump": (ArgumentError, "most: wanted 0 or more, got -1", lambda c: c.dump(-1)),
     "trace to a descriptor": (BufferTypeError, "path: wanted a file's name, got 5", lambda c: c.trace(5)),
+    "trace to no folder": (
+        ArgumentError, "path: wanted a file that can be written, in a folder that is there, got '/no/such/file'",
+        lambda c: c.trace("/no/such/file"),
+    ),
+    "trace to a folder": (ArgumentError, "path: wanted a file that can be written", lambda c: c.trace("/")),
+    "trace to no name": (ArgumentError, "path: wanted a file that can be written", lambda c: c.trace("")),
+    "trace to a name of bytes": (ArgumentError, "path: wanted a file that can be written", lambda c: c.trace(b"a\0")),
     "trace to nothing": (BufferTypeError, "path: wanted a file's name, got None", lambda c: c.trace(None)),
     "compress with weight": (
         ArgumentError, "compress: wanted one of none, bf16",

@@ -86,6 +86,8 @@ class FlightRecorder:
         """See `Communicator.trace`."""
         if not isinstance(path, str | bytes | os.PathLike):  # a number would be a descriptor of somebody's
             raise BufferTypeError(f"path: wanted a file's name, got {path!r}")
+        if not _can_be_written(os.fsdecode(path)):
+            raise ArgumentError(f"path: wanted a file that can be written, in a folder that is there, got {path!r}")
         clocks = self._clocks(seconds)
         told = self._ask("calls", seconds)
         silent = [rank for rank in range(self._size) if told.get(rank) is None or rank not in clocks]
@@ -114,6 +116,13 @@ class FlightRecorder:
                 elif rank not in found or (came - sent) // 2 < found[rank][1]:
                     found[rank] = ((sent + came) // 2 - int(answer[0]), (came - sent) // 2)
         return found
+
+
+def _can_be_written(path: str) -> bool:
+    """As far as that is seen without writing."""
+    if not os.path.basename(path) or "\0" in path or os.path.isdir(path):
+        return False
+    return os.access(path if os.path.exists(path) else os.path.dirname(path) or os.curdir, os.W_OK)
 
 
 def _events(rank: int, offset: int, calls: list[Recorded]) -> Iterator[dict[str, Any]]:
