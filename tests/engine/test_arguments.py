@@ -259,6 +259,11 @@ MISTAKES: dict[str, Mistake] = {
         lambda c: c.allreduce(new(), op="avg", weight=10**400),
     ),
     "shards too heavy": (ArgumentError, "weight: wanted a number above 0, got inf", lambda c: c.shards(8, 10**400)),
+    "empty device of an array": (
+        ArgumentError, "device: wanted 'cpu', got array(['cpu', 'cpu']",
+        lambda c: c.empty(3, device=np.array(["cpu"] * 2)),
+    ),
+    "empty, too many axes": (ArgumentError, "shape: ", lambda c: c.empty([1] * 100)),
     "empty device": (ArgumentError, "device: wanted 'cpu', got 'tpu'", lambda c: c.empty(3, device="tpu")),
     "explain op": (ArgumentError, "op: wanted one of allreduce, allgather", lambda c: c.explain("reduce_all", 8)),
 }  # fmt: skip

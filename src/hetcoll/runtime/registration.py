@@ -58,7 +58,7 @@ def register(core: Core, buf: Any) -> Registration:
 def empty(core: Core, shape: int | Sequence[int], dtype: Any, device: str) -> np.ndarray[Any, Any]:
     """See `Communicator.empty`."""
     core.host.check_usable()
-    if device != "cpu":
+    if not isinstance(device, str) or device != "cpu":  # an array of words is no word
         raise ArgumentError(f"device: wanted 'cpu', got {device!r}")
     kind = element_type(dtype)
     extents = [check_int(n, "shape") for n in (shape if isinstance(shape, Sequence) else (shape,))]
@@ -69,8 +69,8 @@ def empty(core: Core, shape: int | Sequence[int], dtype: Any, device: str) -> np
     nbytes, memory = math.prod(extents) * kind.itemsize, core.wiring.memory
     try:
         raw = core.engine.empty(nbytes)
-    except ValueError as error:
+        if memory is not None and nbytes >= memory.least:
+            raw = memory.empty(nbytes, raw)
+        return np.empty(extents, kind) if raw is None else raw.view(kind).reshape(extents)
+    except ValueError as error:  # more than there is, or more axes than arrays have
         raise ArgumentError(f"shape: {error}") from None
-    if memory is not None and nbytes >= memory.least:
-        raw = memory.empty(nbytes, raw)
-    return np.empty(extents, kind) if raw is None else raw.view(kind).reshape(extents)
