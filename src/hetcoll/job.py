@@ -14,7 +14,7 @@ from .config import variables
 from .config.env import DEVICES, Config, configuration, environment
 from .config.launchers import Launch
 from .config.process import configure
-from .errors import ArgumentError, InitError
+from .errors import ArgumentError, BufferTypeError, HetcollError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
 from .rendezvous.session import coming_together
 from .types import FormatName, as_seconds
@@ -94,8 +94,22 @@ def from_mpi(comm: Any, *, timeout: float | None = None) -> Communicator:
 
     Collective over `comm`, of which it uses the rank, the size and one broadcast; nothing of MPI is used afterwards.
     """
+    if not all(hasattr(comm, name) for name in ("Get_rank", "Get_size", "bcast")):
+        raise BufferTypeError(f"comm: wanted a communicator of mpi4py, such as MPI.COMM_WORLD, got {comm!r}")
     rank, size = comm.Get_rank(), comm.Get_size()
-    unique_id = comm.bcast(get_unique_id().to_bytes() if rank == 0 else None, root=0)
+    told: bytes | str | None = None
+    problem: HetcollError | None = None
+    if rank == 0:
+        try:
+            with coming_together():
+                told = get_unique_id().to_bytes()
+        except HetcollError as error:  # MPI lets the others wait for ever
+            told, problem = str(error), error
+    unique_id = comm.bcast(told, root=0)
+    if problem is not None:
+        raise problem
+    if isinstance(unique_id, str):
+        raise InitError(f"rank 0 could not begin the job: {unique_id}")
     return Communicator.init(size, rank, unique_id, timeout=timeout)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from installed import find_mpi4py, find_program
 from patience import DEADLINE
 from ranks import Job, Ranks
@@ -64,11 +66,11 @@ class Files:
     def bcast(self, obj: Any, root: int = 0) -> Any:
         assert (obj is None) == (self._rank != root)
         if obj is not None:
-            self._path.with_suffix(".part").write_bytes(obj)
+            self._path.with_suffix(".part").write_bytes(pickle.dumps(obj))
             self._path.with_suffix(".part").rename(self._path)
         while not self._path.exists():
             time.sleep(0.002)
-        return self._path.read_bytes()
+        return pickle.loads(self._path.read_bytes())
 
 
 def meet(job: Job, folder: str) -> tuple[int, int, float]:
@@ -81,3 +83,22 @@ def meet(job: Job, folder: str) -> tuple[int, int, float]:
 def test_ranks_are_those_of_the_other_communicator(tmp_path: Path) -> None:
     with Ranks(3, join=False, tidy=False) as ranks:  # rank 0 keeps the job's store
         assert ranks.run(meet, str(tmp_path)) == [(rank, 3, 6.0) for rank in range(3)]
+
+
+def test_where_rank_0_cannot_begin_all_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever in MPI's broadcast."""
+
+    def refuse() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("hetcoll.job.get_unique_id", refuse)
+    with pytest.raises(hetcoll.InitError, match=r"did not come together on this rank: .*Too many open files"):
+        hetcoll.from_mpi(Files(str(tmp_path), 0, 2))
+    with pytest.raises(hetcoll.InitError, match=r"rank 0 could not begin the job: .*Too many open files"):
+        hetcoll.from_mpi(Files(str(tmp_path), 1, 2))
+
+
+def test_what_is_no_communicator_of_mpi() -> None:
+    for wrong in (None, 5, "world"):
+        with pytest.raises(hetcoll.BufferTypeError, match=f"comm: wanted a communicator of mpi4py, .*got {wrong!r}"):
+            hetcoll.from_mpi(wrong)

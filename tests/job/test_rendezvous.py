@@ -21,7 +21,7 @@ import hetcoll
 from hetcoll import _native, job
 from hetcoll.communicator import Communicator
 from hetcoll.config.env import Config, Environment, Launch
-from hetcoll.errors import ArgumentError, AuthenticationError, InitError
+from hetcoll.errors import ArgumentError, AuthenticationError, BufferTypeError, InitError
 from hetcoll.rendezvous import bootstrap as rendezvous
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
 from hetcoll.rendezvous.connections import probe
@@ -127,6 +127,12 @@ def test_what_the_system_refuses_is_an_init_error(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(InitError, match=r"did not come together on this rank: .*(open files|bind)") as caught:
             Communicator.init(1, 0, unique_id, timeout=10)
         assert caught.value.__cause__ is refusal
+
+
+def test_what_is_no_config_makes_no_unique_id() -> None:
+    for wrong in (5, "sesame", {}):
+        with pytest.raises(BufferTypeError, match=f"config: wanted a Config, or None .*, got {wrong!r}"):
+            hetcoll.get_unique_id(wrong)  # type: ignore[arg-type]
 
 
 def test_a_second_call_in_a_process_gives_the_same_store() -> None:

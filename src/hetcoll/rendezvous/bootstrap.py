@@ -32,7 +32,7 @@ import time
 from collections.abc import Sequence
 
 from ..config.env import Config, Launch, environment
-from ..errors import ArgumentError, HetcollError, InitError
+from ..errors import ArgumentError, BufferTypeError, HetcollError, InitError
 from .connections.announcing import announce, fetch_locally, find_announced, listen_locally, read_id
 from .connections.auth import HANDSHAKE_SECONDS, Response, Service, Verb
 from .connections.interfaces import own_hosts
@@ -58,6 +58,8 @@ def get_unique_id(config: Config | None = None, *, loopback: bool = False) -> Un
     this process ends; waiting costs no CPU. The job's key is made from HETCOLL_SECRET, or random where there is none.
     """
     config = environment().config if config is None else config
+    if not isinstance(config, Config):
+        raise BufferTypeError(f"config: wanted a Config, or None for the environment's, got {config!r}")
     return _start_store(bind_all(own_hosts(config.socket_ifname, loopback=loopback), 0), config)
 
 
