@@ -286,6 +286,7 @@ def bad_calls(comm: hetcoll.Communicator) -> None:
     assert window.counts == (0, 10)
     assert window.dtype.label == "float32"
     x, counts, before = np.ones(10, np.float32), [1, 2, 3], comm.counters()["window_puts"]
+    word = np.zeros(1, np.int64)
     for wanted, call in {
         "peer: wanted a rank in": lambda: window.put(x, 2),
         "src: wanted the window's dtype, float32, got float64": lambda: window.put(np.ones(3), 1),
@@ -310,6 +311,10 @@ def bad_calls(comm: hetcoll.Communicator) -> None:
         "offset: wanted at most": lambda: window.put(x, 1, np.zeros((1 << 20) + 1, np.int64), count=1),
         "signal: wanted one of the 2 of rank 1, got 2": lambda: window.put(x, 1, signal=2),
         "signal: wanted one of the 0 of rank 0, got 0": lambda: window.put(x[:0], 0, signal=0),
+        "late: wanted one piece that is not empty, got 0": lambda: window.put(x, 1, count=0, late=word, stream=0),
+        "late: wanted one int64 in memory of the host, got 1 of float64": lambda: window.put(
+            x, 1, count=0, late=np.zeros(1)
+        ),
         "timeout: wanted seconds above 0": lambda: window.put(x, 1, timeout=-1),
         "value: wanted 0 or more": lambda: window.wait_signal(0, -1) if comm.rank else window.put(x, 1, count="3"),
     }.items():

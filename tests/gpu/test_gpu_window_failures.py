@@ -262,7 +262,7 @@ def late_counts(comm: hetcoll.Communicator) -> str:
         host_only.put(x, 1, late=np.zeros(1), stream=0)
     with pytest.raises(BufferTypeError, match="late: wanted one int64 at a multiple of 8 bytes"):
         host_only.put(x, 1, late=np.zeros(24, np.uint8)[4:12].view(np.int64), stream=0)
-    with pytest.raises(ArgumentError, match="late: wanted one piece, got 2"):
+    with pytest.raises(ArgumentError, match="late: wanted one piece that is not empty, got 2"):
         host_only.put(x, 1, [0, 2], src_offset=[0, 2], count=1, late=word, stream=0)
     mine = Own(comm, np.zeros(n, np.float32))
     window = comm.window(mine.array, signals=2)

@@ -202,9 +202,9 @@ class Window:
         seconds = side.core.seconds(timeout)
         there = self._exposed[other].elements
         rows, nbytes = pieces(buffer.count, there, own_offset, offset, count, self.dtype.itemsize, name, other)
+        word = None if late is None else _check_late(late, buffer, len(rows), stream)
         if nbytes == 0 and at < 0:
             return DONE
-        word = None if late is None else _check_late(late, buffer, len(rows), stream)
         device, after = side.devices.reach(buffer, name, stream, word is not None)
         ticket = side.core.engine.transfer(gets, self._number, other, buffer.ptr, rows, at, device, after,
                                            late=0 if word is None else word.ptr, item=self.dtype.itemsize)  # fmt: skip
@@ -223,7 +223,7 @@ def _check_late(late: Any, src: Buffer, pieces: int, stream: Any) -> Buffer:
     if src.device == "cpu" and stream is None:
         raise ArgumentError("stream: wanted that of the GPU that fills src, which is memory of the host, got None")
     if pieces != 1:
-        raise ArgumentError(f"late: wanted one piece, got {pieces}")
+        raise ArgumentError(f"late: wanted one piece that is not empty, got {pieces}")
     return word
 
 
