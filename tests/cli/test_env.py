@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,7 @@ def test_the_secret_comes_from_a_file_or_a_variable_but_not_both(tmp_path: Path)
     path.write_bytes(b"\xffsesame\n")
     path.chmod(0o600)
     assert read_config({"HETCOLL_SECRET_FILE": str(path)}).secret == b"\xffsesame"
+    assert read_config({"HETCOLL_SECRET": os.fsdecode(b"\xffsesame")}).secret == b"\xffsesame"
     with pytest.raises(ArgumentError, match="got both"):
         read_config({"HETCOLL_SECRET_FILE": str(path), "HETCOLL_SECRET": "x"})
     path.write_bytes(b"\n")

@@ -234,7 +234,7 @@ def _secret(environ: Environ) -> bytes | None:
     if text and path:
         raise ArgumentError("HETCOLL_SECRET, HETCOLL_SECRET_FILE: wanted one of them, got both")
     if not path:
-        return text.encode() or None
+        return os.fsencode(text) or None  # the bytes that were set, whatever the locale of this rank
     try:
         with open(path, "rb") as file:
             mode, secret = os.fstat(file.fileno()).st_mode, file.read().strip()
