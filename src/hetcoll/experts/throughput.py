@@ -60,7 +60,8 @@ class Experts(Common):
         and row that they are from; and what `combine` needs. `x` and `topk_ids` lie on the same device in all calls.
 
         The host waits until all tokens are there. On a GPU `x` is read after what is on `stream` (by default the
-        current one of its library), and the result is written on it.
+        current one of its library), and the result is written on it. `stream` is ignored for host buffers, as in
+        `Communicator`.
 
         ArgumentError or BufferTypeError, before anything is sent, for other shapes, types or experts; else as
         `Window.put`. `CollectiveMismatchError` where another rank is in another call.
