@@ -96,6 +96,7 @@ def test_every_pod_starts_its_ranks(engine: str, variable: str, capsys: pytest.C
         (["--cpu", "2x2"], "--image-cpu: wanted the image of the cpu pods, got nothing"),
         (["--name", "Train", "--cpu", "2x2", "--image-cpu", "a"], "--name: wanted at most 40 of a-z"),
         (["--cpu", "2x2", "--image-cpu", "a", "--rdma", "hca"], "--rdma: wanted a resource and how many"),
+        (["--cpu", "2x2", "--image-cpu", "a", "--rdma", "hca=²"], "--rdma: wanted a resource and how many"),
         (["--cpu", "2x2", "--image-cpu", "a", "--restarts", "-1"], "--restarts: wanted 0 or more, got -1"),
     ],
 )

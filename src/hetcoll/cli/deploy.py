@@ -116,7 +116,7 @@ def _pod(args: argparse.Namespace, group: Group, place: str, command: Sequence[s
         volumes.append({"name": "secret", "secret": {"secretName": args.secret, "defaultMode": 0o400}})
     if args.rdma:
         name, _, count = args.rdma.rpartition("=")
-        if not name or not count.isdigit():
+        if not name or not count.isdecimal():
             raise ArgumentError(f"--rdma: wanted a resource and how many, such as rdma/hca=1, got {args.rdma!r}")
         limits[name] = int(count)
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # registered memory is locked
