@@ -53,6 +53,7 @@ def split(core: Core, color: int | None, key: int, compress: str | None, make: M
     """See `Communicator.split`."""
     core.host.check_usable()
     form = None if compress is None else parse_format(compress)
+    color = None if color is None else check_int(color, "color")  # its name is that of True, too
     name = b""
     try:
         members = _members(core, color, key)
@@ -71,7 +72,7 @@ def split(core: Core, color: int | None, key: int, compress: str | None, make: M
 
 def _members(core: Core, color: int | None, key: int) -> list[int]:
     """The ranks that split with this one's `color`, by `key`; none where it has no color. Collective."""
-    mine = [0, 0] if color is None else [1, check_int(color, "color")]
+    mine = [0, 0] if color is None else [1, color]
     rows = np.empty((core.size, 3), np.int64)
     core.launch(calls.meeting(core.rank, "split()", np.array([*mine, check_int(key, "key")]), rows), False, None)
     same = [(row[2], rank) for rank, row in enumerate(rows.tolist()) if color is not None and row[:2] == mine]
