@@ -71,6 +71,13 @@ def test_what_each_rank_is_told(tmp_path: Path, ssh: str) -> None:
     assert lines == sorted([*places, *[f"{tmp_path} 23456 64"] * 3])
 
 
+def test_the_user_of_ssh_is_no_part_of_the_masters_name(tmp_path: Path, ssh: str) -> None:
+    code = SHOW.format(["MASTER_ADDR"])
+    done = command("--ssh", ssh, "--hosts", "me@gpu07:1,me@gpu08:1", "--no-prefix", *python(code))
+    assert (done.returncode, done.stdout) == (0, "gpu07\n" * 2), done.stderr
+    assert sorted((tmp_path / "reached").read_text().split()) == ["me@gpu07", "me@gpu08"]
+
+
 def test_the_secret_is_on_no_command_line(ssh: str) -> None:
     code = """
 import os, pathlib

@@ -107,7 +107,8 @@ def _by_ssh(args: argparse.Namespace, command: list[str], options: launch.Option
         raise ArgumentError(f"-n: wanted one number of ranks for each host, got {args.ranks!r}: name others in --hosts")
     where = hosts.read_hosts(args.hosts, each) if args.hostfile is None else hosts.read_hostfile(args.hostfile, each)
     env = {**forwarded_variables(args.exported), **env}
-    master = (where[0][0], 0) if args.master is None else _master(args.master)
+    first = where[0][0].rpartition("@")[2]  # ssh takes USER@HOST
+    master = (first, 0) if args.master is None else _master(args.master)
     return launch.run_hosts(command, where, options, env=env, master=master, ssh=args.ssh, python=args.python)
 
 
