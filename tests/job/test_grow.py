@@ -411,10 +411,12 @@ def test_nobody_joins_a_job_of_one() -> None:
 
 
 def agree(comm: hetcoll.Communicator) -> list[int]:
-    flags = [comm.agree(7 - comm.rank), comm.agree(-1), comm.agree(comm.rank != 1), comm.agree(1 << 62)]
     with pytest.raises(hetcoll.ArgumentError, match="flag: wanted 64 bits"):
         comm.agree(1 << 63)
-    return flags
+    if comm.rank == 1:  # what is refused there others have not called
+        with pytest.raises(hetcoll.ArgumentError, match="timeout: wanted seconds above 0"):
+            comm.agree(timeout=0)
+    return [comm.agree(7 - comm.rank, timeout=20), comm.agree(-1), comm.agree(comm.rank != 1), comm.agree(1 << 62)]
 
 
 def test_all_agree(launch: Launch) -> None:

@@ -153,8 +153,9 @@ def agree(core: Core, flag: int, timeout: float | None) -> int:
         core.host.check_usable()
     if not -(1 << 63) <= (flag := check_int(flag, "flag")) < 1 << 63:
         raise ArgumentError(f"flag: wanted 64 bits, got {flag}")
-    core.agreements += 1
-    return decisions.agree(core.session.control, core.group, core.agreements, flag, core.seconds(timeout))
+    seconds = core.seconds(timeout)
+    core.agreements += 1  # of calls that are not refused: the number is the same on all ranks
+    return decisions.agree(core.session.control, core.group, core.agreements, flag, seconds)
 
 
 def grow(core: Core, newcomers: int, timeout: float | None, make: Make[C]) -> C:
