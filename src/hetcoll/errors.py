@@ -15,6 +15,8 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_MOST_TOLD = 1 << 16  # characters of a reason
+
 
 class HetcollError(Exception):
     """Base class of everything raised on purpose."""
@@ -105,6 +107,12 @@ def parser(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return checked
 
     return wrap
+
+
+def spell_told(text: str) -> str:
+    """A program's own words as all ranks can be told them: they may be no UTF-8, as names of files, or hold a whole
+    array."""
+    return text[:_MOST_TOLD].encode(errors="backslashreplace").decode()
 
 
 def spell_gone(rank: int, reason: str) -> str:

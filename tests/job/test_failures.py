@@ -218,11 +218,16 @@ def leave_inside(comm: hetcoll.Communicator, how: BaseException) -> str:
     ("how", "here", "there"),
     [
         (ZeroDivisionError("of ours"), "ZeroDivisionError : of ours", "was lost: it raised ZeroDivisionError: of ours"),
+        (
+            ZeroDivisionError("of \udcff"),
+            "ZeroDivisionError : of \udcff",
+            r"was lost: it raised ZeroDivisionError: of \udcff",
+        ),
         (SystemExit(3), "SystemExit : 3", "was lost: sys.exit(3) ended it with status 3"),
         (SystemExit("why"), "SystemExit : why", "was lost: sys.exit('why') ended it with status 1"),
         (SystemExit(0), "SystemExit : 0", "left while it was needed"),
     ],
-    ids=["exception", "exit 3", "exit why", "exit 0"],
+    ids=["exception", "no UTF-8", "exit 3", "exit why", "exit 0"],
 )
 @TRANSPORTS
 def test_who_leaves_the_with_block_is_lost(

@@ -20,7 +20,7 @@ from ..calls import OP_LABELS, Call
 from ..calls.buffers import Buffer
 from ..calls.messages import Message, SendRecv
 from ..config.env import Config
-from ..errors import ArgumentError, BufferTypeError, DeviceError, InitError
+from ..errors import ArgumentError, BufferTypeError, DeviceError, InitError, spell_told
 from ..health.activity import Activity
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
@@ -338,7 +338,7 @@ class Core:
 
     def fail(self, kind: Kind, text: str) -> None:
         """End what is in flight, here and on all other ranks."""
-        self.engine.fail(kind, self.rank, text)
+        self.engine.fail(kind, self.rank, text := spell_told(text))
         for rider in list(self._riders.values()):
             rider.fail(kind, text)
         self.diagnosis.post(kind, self.rank, text)
