@@ -226,6 +226,31 @@ sys.exit(5)
         run_python(code, 2, respawns=-1)
 
 
+def test_a_rank_that_cannot_be_started_again_does_not_end_the_others(tmp_path: Path) -> None:
+    """Rank 1 takes their program away once both run it. Rank 0 ends when the launcher has said so."""
+    program, begun, said = tmp_path / "program", tmp_path / "begun", tmp_path / "said"
+    program.write_text(f"""#!/bin/sh
+await() {{ while [ ! -e "$1" ]; do sleep 0.02; done; }}
+if [ "$RANK" = 1 ]; then await {begun}; rm "$0"; exit 3; fi
+touch {begun}
+await {said}
+""")
+    program.chmod(0o700)
+
+    class Heard(io.BytesIO):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            if b"did not start" in data:
+                said.touch()
+            return super().write(data)
+
+    err = Heard()
+    assert run([str(program)], 2, respawns=1, stderr=err) == 0
+    assert err.getvalue().decode().splitlines() == [
+        "hetcoll run: rank 1 failed with exit code 3; starting it again, 0 respawns left",
+        "hetcoll run: rank 1 did not start: No such file or directory",
+    ]
+
+
 def test_rank_0_is_started_again_too_and_its_last_status_counts() -> None:
     code = """
 import os, sys

@@ -288,10 +288,18 @@ class Job:
             self._failed = one if one.command.decides and not again else self._failed
             if again:
                 self._respawns -= 1
-                self._start(replace(one.command, env={**one.command.env, "HETCOLL_JOIN": "1"}))
+                self._start_again(one)
         elif self._failed is None:
             self._failed = one
             self._terminate()
+
+    def _start_again(self, one: _Process) -> None:
+        """As a newcomer. Where the system refuses, the others go on all the same."""
+        try:
+            self._start(replace(one.command, env={**one.command.env, "HETCOLL_JOIN": "1"}))
+        except OSError as error:
+            self._printer.say(2, f"hetcoll run: {one.command.name} did not start: {error.strerror}\n".encode())
+            self._failed = one if one.command.decides else self._failed
 
     def _read(self, stream: _Stream) -> None:
         try:
