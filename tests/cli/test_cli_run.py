@@ -63,6 +63,12 @@ def test_a_script_runs_as_ranks_with_its_own_arguments(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == want
 
 
+def test_variables_are_given_to_ranks_of_this_host_too(tmp_path: Path) -> None:
+    (tmp_path / "say.py").write_text("import os\nprint(os.environ['MINE'], os.environ['OTHER'])\n")
+    done = command("run", "-n", "2", "--no-prefix", "-x", "MINE=a=b", "-x", "OTHER", "say.py", cwd=tmp_path, OTHER="c")
+    assert (done.returncode, done.stdout) == (0, "a=b c\n" * 2), done.stderr
+
+
 def test_two_dashes_end_the_launchers_options(tmp_path: Path) -> None:
     script = tmp_path / "say.py"
     script.write_text("import sys\nprint(sys.argv[1:])\n")

@@ -181,6 +181,7 @@ def test_the_same_command_on_each_host(tmp_path: Path) -> None:
         (["--hosts", "a", "--hostfile", "/x"], "wanted one of --hosts, --hostfile and --node-rank, got several"),
         (["--hosts", "a,b", "-n", "1,2"], "-n: wanted one number of ranks for each host, got '1,2'"),
         (["--hosts", "localhost,b"], "wanted a name of this host that b can reach, got localhost; or --master"),
+        (["-x", "NO_SUCH_NAME"], "-x: wanted NAME=VALUE, or the name of a variable that is set here"),
         (["--hosts", "a", "-x", "NO_SUCH_NAME"], "-x: wanted NAME=VALUE, or the name of a variable that is set here"),
         (["--hostfile", "/no/such"], "--hostfile: wanted a readable file, got '/no/such'"),
         (["--nnodes", "2"], "wanted --node-rank or --hosts as well"),

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ssh.add_argument("--python", default=sys.executable, metavar="PATH", help="the Python with hetcoll on the hosts")
     ssh.add_argument(
         "-x", dest="exported", action="append", default=[], metavar="NAME[=VALUE]",
-        help="a variable that ranks on other hosts get as well; HETCOLL_* and what they find there they get anyway",
+        help="a variable for all ranks; HETCOLL_* and what they find on their host they get anyway",
     )  # fmt: skip
     hand = parser.add_argument_group("on several hosts, with this command on each")
     hand.add_argument("--nnodes", type=at_least(1), metavar="N", help="number of hosts")
@@ -84,7 +84,9 @@ def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
         if not args.module:
             raise ArgumentError("-m: wanted a module, got nothing")
         command = ["-m", *args.module, *args.command]
-    env = {"HETCOLL_REPLACE": ",".join(REPLACEABLE)} if args.torch else {}
+    env = forwarded_variables(args.exported)
+    if args.torch:
+        env["HETCOLL_REPLACE"] = ",".join(REPLACEABLE)
     options = launch.Options(
         not args.no_prefix, args.grace, not args.no_bind, args.keep_going, args.respawn, args.restart
     )
@@ -106,7 +108,6 @@ def _by_ssh(args: argparse.Namespace, command: list[str], options: launch.Option
     if not each:
         raise ArgumentError(f"-n: wanted one number of ranks for each host, got {args.ranks!r}: name others in --hosts")
     where = hosts.read_hosts(args.hosts, each) if args.hostfile is None else hosts.read_hostfile(args.hostfile, each)
-    env = {**forwarded_variables(args.exported), **env}
     first = where[0][0].rpartition("@")[2]  # ssh takes USER@HOST
     master = (first, 0) if args.master is None else _master(args.master)
     return launch.run_hosts(command, where, options, env=env, master=master, ssh=args.ssh, python=args.python)
