@@ -120,6 +120,8 @@ def spans(given: str) -> list[int]:
 
 def _table(cluster: Cluster, collective: Collective, sizes: list[int], args: argparse.Namespace) -> Table:
     names = [name.strip() for name in args.algo.split(",")] if args.algo else candidates(cluster, collective)
+    if not names:
+        raise ArgumentError(f"no algorithm for {collective.label} among these ranks: name one by --algo")
     for name in names:
         named(collective, name)
     found = {name: forecasts(cluster, collective, name, args.root) for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ _WANTED = {
     "islands": 'each place on a host once in a string, islands apart by |, such as "0,1|2,3"',
     "name": "letters, digits, '-' and '_' in a string",
 }
+_MOST = sys.float_info.max
 _QUANTITY = re.compile(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*([A-Za-z/]*)\s*")
 
 
@@ -54,8 +56,9 @@ class Document:
             whole = value if isinstance(value, int) and not isinstance(value, bool) else -1
             found = whole if whole >= (kind == "some") else None
         elif kind in ("factor", "part"):
-            number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
-            right = 0 < number < float("inf") if kind == "factor" else 0 <= number <= 1
+            real = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
+            number = float(real) if abs(real) <= _MOST else -1.0
+            right = number > 0 if kind == "factor" else 0 <= number <= 1
             found = number if right else None
         elif kind == "islands":
             words = [part.split(",") for part in value.split("|")] if isinstance(value, str) else [[""]]
@@ -120,7 +123,7 @@ class Document:
             number = float(found[1]) * _UNITS[kind][found[2]]
         except ValueError:
             return None
-        return number if number > 0 or kind != "bandwidth" else None
+        return number if number <= _MOST and (number > 0 or kind != "bandwidth") else None
 
     def _line(self, path: tuple[str | int, ...]) -> int:
         """Where a key is given, or its table begins; 0 where neither is in the file."""
