@@ -198,6 +198,8 @@ def test_simulate_says_what_the_checker_refuses(
     ("words", "complaint"),
     [
         (["allreduce", "circle"], "no algorithm 'circle' for allreduce: there are"),
+        (["allreduce", "--import", ""], "--import: wanted a module or a file NAME.py, got ''"),
+        (["allreduce", "--import", ".star"], "--import: wanted a module or a file NAME.py, got '.star'"),
         (["allreduce", "ring", "-n", "0"], "from 1"), (["broadcast", "direct", "-n", "2", "-r", "2"], "root 2"),
     ],
 )  # fmt: skip

@@ -193,6 +193,8 @@ def test_the_same_command_on_each_host(tmp_path: Path) -> None:
         (["--node-rank", "0", "--master", "a:99999"], "got 'a:99999'"),
         (["-n", "99999999999"], "-n: wanted at most 65536 ranks on a host, got 99999999999"),
         (["-n", "some"], "-n: wanted a number of ranks, 1 or more, got 'some'"),
+        (["--hosts", "a", "--ssh", "ssh '"], '--ssh: wanted a command, got "ssh \'": No closing quotation'),
+        (["--hosts", "a", "--ssh", " "], "--ssh: wanted a command, got nothing"),
         (["--hosts", "a", "--grace", "-1"], "grace: wanted seconds, 0 or more, got -1"),
     ],
 )

@@ -27,6 +27,8 @@ def import_own(modules: Iterable[str]) -> None:
     for name in modules:
         try:
             if not name.endswith(".py"):
+                if not name or name.startswith("."):
+                    raise ImportError("no module is called so")
                 if "" not in sys.path:
                     sys.path.insert(0, "")
                 importlib.import_module(name)

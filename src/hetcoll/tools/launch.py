@@ -147,6 +147,12 @@ def run_hosts(
     """
     if not command:
         raise ArgumentError("command: wanted a program or a script, got nothing")
+    try:
+        reach = shlex.split(ssh)
+    except ValueError as error:  # of quotes
+        raise ArgumentError(f"--ssh: wanted a command, got {ssh!r}: {error}") from error
+    if not reach:
+        raise ArgumentError("--ssh: wanted a command, got nothing")
     names = [host for host, _ in hosts]
     address, port = master
     if address == "localhost" and set(names) != {"localhost"}:
@@ -160,7 +166,7 @@ def run_hosts(
         for index, host in enumerate(names):
             words = [python, "-m", "hetcoll", "run", "--agent"]
             if host != "localhost":
-                words = [*shlex.split(ssh), host, f"exec {shlex.join(words)}"]
+                words = [*reach, host, f"exec {shlex.join(words)}"]
             task = {
                 "version": __version__,
                 "directory": os.getcwd(),
