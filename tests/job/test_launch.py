@@ -436,6 +436,25 @@ def test_output_that_nobody_reads_any_more_ends_the_job() -> None:
         assert process.wait(20) == 141
 
 
+class Full(io.BytesIO):
+    """A file on a disk that is full."""
+
+    def write(self, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_output_that_there_is_no_room_for_ends_the_job_in_order() -> None:
+    code = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("as it should"))
+print("a line", flush=True)
+time.sleep(60)
+"""
+    err = io.BytesIO()
+    assert run([sys.executable, "-I", "-c", code], 1, stdout=Full(), stderr=err) == 141
+    assert err.getvalue() == b"hetcoll run: stdout: No space left on device\n[0] as it should\n"
+
+
 def test_a_command_that_cannot_be_started(tmp_path: Path) -> None:
     err = io.BytesIO()
     assert run(["/no/such/program"], 2, stderr=err) == 127

@@ -90,7 +90,7 @@ def run(
     last lines are shown last and its code is returned, 128 + n for signal n. SIGINT, SIGTERM and SIGHUP to us end the
     job in the same way (130, 143, 129), a second one at once; but not a SIGHUP that we ignore. When we are killed, a
     watchdog process kills the ranks. What the ranks started and left running is killed when they have ended. 126 or
-    127: the command could not be started. 141: nobody reads our output any more.
+    127: the command could not be started. 141: nobody reads our output any more, or there is no room for it.
 
     With `keep_going` a rank that fails is told of at once and does not end the others, so that they can go on by
     `Communicator.shrink`. The job's code is then rank 0's.

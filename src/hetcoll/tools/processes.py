@@ -46,7 +46,7 @@ class Command:
 
 
 class Printer:
-    """Writes whole lines, and stops where nobody reads any more."""
+    """Writes whole lines, and stops where nobody reads any more or there is no room."""
 
     def __init__(self, stdout: BinaryIO, stderr: BinaryIO) -> None:
         self._files = {1: stdout, 2: stderr}
@@ -60,8 +60,10 @@ class Printer:
         try:
             self._files[stream].write(data)
             self._files[stream].flush()
-        except BrokenPipeError:
-            self.broken = True
+        except OSError as error:  # nobody reads, or a disk is full: the ranks are to end in order
+            told, self.broken = self.broken or isinstance(error, BrokenPipeError), True
+            if not told and stream == 1:
+                self.say(2, f"hetcoll run: stdout: {error.strerror}\n".encode())
 
 
 @dataclass(slots=True)
