@@ -205,3 +205,24 @@ def hand_over_in_parts(comm: hetcoll.Communicator, apart: tuple[bool, bool]) -> 
 @pytest.mark.parametrize("apart", list(itertools.product([False, True], repeat=2)))
 def test_layers_in_parts_and_apart(pool: Pool, apart: tuple[bool, bool]) -> None:
     pool(3).run(hand_over_in_parts, apart)
+
+
+def never_sent(comm: hetcoll.Communicator) -> None:
+    layout = CacheLayout(**SIZES)
+    with Handoff(comm, np.zeros(layout.shape, np.int32), layout, layout, [0], [1]) as handoff:
+        if comm.rank == 1:
+            receiving = handoff.receive(0)
+            with pytest.raises(CollectiveTimeoutError, match="is not over after"):
+                receiving.wait(0)
+        comm.barrier(timeout=30)
+        if comm.rank == 0:
+            handoff.send(0).close(30)
+        else:
+            receiving.close(30)
+        comm.barrier(timeout=30)
+
+
+def test_a_layer_that_nobody_sends_is_waited_for_as_long_as_the_communicator_says(
+    launch: Callable[..., Ranks],
+) -> None:
+    launch(2, HETCOLL_TIMEOUT="3").run(never_sent)

@@ -54,6 +54,7 @@ class Handoff:
         if check_int(slots, "slots") < 1:
             raise ArgumentError(f"slots: wanted 1 or more, got {slots}")
         self.slots = slots
+        self._seconds = comm._core.seconds
         self._source = self.senders.index(comm.rank) if comm.rank in self.senders else -1
         self._target = self.receivers.index(comm.rank) if comm.rank in self.receivers else -1
         self.cache = cache
@@ -245,7 +246,7 @@ class Receiving:
         if stream is not None:
             window.wait_signal(at, wanted, stream=stream)
             return
-        for slice_ in _slices(timeout):
+        for slice_ in _slices(self._handoff._seconds(timeout)):
             with contextlib.suppress(CollectiveTimeoutError) if slice_.more else contextlib.nullcontext():
                 window.wait_signal(at, wanted, timeout=slice_.seconds)
                 return
@@ -295,13 +296,13 @@ class Receiving:
 
 
 class _Slice(NamedTuple):
-    seconds: float | None
+    seconds: float
     more: bool
 
 
-def _slices(timeout: float | None) -> Iterator[_Slice]:
+def _slices(seconds: float) -> Iterator[_Slice]:
     """Seconds to wait one after the other; of the last one nobody is to wait on."""
-    deadline = math.inf if timeout is None else time.monotonic() + check_seconds(timeout)
+    deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > _LOOK:
         yield _Slice(_LOOK, True)
     yield _Slice(max(left, 1e-3), False)
