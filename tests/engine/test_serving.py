@@ -75,6 +75,8 @@ def test_as_few_pieces_as_can_be() -> None:
         ({"ranks": 3}, "ranks: wanted a divisor or multiple of the 4 heads, got 3"),
         ({"blocks": 0}, "blocks: wanted 1 or more, got 0"),
         ({"axes": AXES[::-1]}, "with dim last"),
+        ({"axes": None}, "with dim last"),
+        ({"axes": (*AXES, "dim")}, "with dim last"),
     ],
 )
 def test_layouts_that_cannot_be(changes: dict[str, Any], wanted: str) -> None:
@@ -226,3 +228,25 @@ def test_a_layer_that_nobody_sends_is_waited_for_as_long_as_the_communicator_say
     launch: Callable[..., Ranks],
 ) -> None:
     launch(2, HETCOLL_TIMEOUT="3").run(never_sent)
+
+
+def ask_for_others(comm: hetcoll.Communicator) -> None:
+    """Each time the ranks find out together, and stay in step."""
+    other, layout = CacheLayout(**SIZES, axes=(AXES[1], AXES[0], *AXES[2:])), CacheLayout(**SIZES)
+    cache, rank = np.zeros(layout.shape, np.int32), comm.rank
+    for name, call in [
+        ("src", lambda: Handoff(comm, cache, (layout, other)[rank], layout, [0], [1])),
+        ("dst", lambda: Handoff(comm, cache, layout, (layout, other)[rank], [0], [1])),
+        ("senders", lambda: Handoff(comm, cache, layout, layout, [rank], [1 - rank])),
+        ("slots", lambda: Handoff(comm, cache, layout, layout, [0], [1], slots=2 + rank)),
+    ]:
+        with pytest.raises(ArgumentError, match=f"{name}: wanted the same on all ranks, got another one on rank 1"):
+            call()
+    with pytest.raises(BufferTypeError, match=r"cache: wanted one dtype on all ranks, got other ones on .* \[0, 1\]"):
+        Handoff(comm, cache.astype((np.int32, np.float32)[rank]), layout, layout, [0], [1])
+    own: Any = {name: (int, np.int64)[rank](size) for name, size in SIZES.items()} | {"axes": (AXES, list(AXES))[rank]}
+    Handoff(comm, cache, CacheLayout(**own), CacheLayout(**own), [0], [1]).close()
+
+
+def test_ranks_that_ask_for_other_hand_offs_find_out(pool: Pool) -> None:
+    pool(2).run(ask_for_others)

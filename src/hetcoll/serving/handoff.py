@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from .. import ArgumentError, CollectiveTimeoutError, CommunicationError, Communicator, Work
-from ..calls import check_int, check_rank, check_seconds
+from .. import ArgumentError, BufferTypeError, CollectiveTimeoutError, CommunicationError, Communicator, Work
+from ..calls import check_int, check_rank, check_seconds, descriptor
 from ..calls.buffers import read_buffer
 from ..runtime.one_sided import Window
 from .layouts import CacheLayout, Numbers, cuts, pieces
@@ -60,6 +61,8 @@ class Handoff:
         self.cache = cache
         own = src if self._source >= 0 else dst if self._target >= 0 else None
         self._arrays = [] if own is None else _arrays(cache, own, writable=own is dst)
+        asked = {"src": src, "dst": dst, "senders": self.senders, "receivers": self.receivers, "slots": int(slots)}
+        _check_alike(comm, asked, _dtypes(self._arrays, dst.layers))
         # Of each slot a signal a layer, and in the first window one for the end.
         self._layers = 1 if dst.apart else dst.layers  # of one window
         signals = slots * (self._layers + 1) if self._target >= 0 else 0
@@ -130,6 +133,26 @@ def _arrays(cache: Any, layout: CacheLayout, *, writable: bool) -> list[Any]:
         if count != wanted:
             raise ArgumentError(f"cache: wanted {wanted} elements, of shape {layout.shape}, got {count}")
     return found
+
+
+def _dtypes(arrays: list[Any], layers: int) -> list[str]:
+    """Of each layer; none on a rank without a cache."""
+    found = [read_buffer(each, "cache", writable=False).dtype.label for each in arrays]
+    return found * layers if len(found) == 1 else found
+
+
+def _check_alike(comm: Communicator, asked: Mapping[str, object], dtypes: list[str]) -> None:
+    """Raise on all ranks where one has other arguments than rank 0, or another dtype: blocks would come to wrong
+    places, or not at all."""
+    mine = [descriptor(repr(each)) for each in asked.values()], descriptor(repr(dtypes)) if dtypes else None
+    told = [json.loads(blob) for blob in comm._core.meet("Handoff()", json.dumps(mine).encode())]
+    for rank, (theirs, _) in enumerate(told):
+        for name, each, first in zip(asked, theirs, told[0][0], strict=True):
+            if each != first:
+                raise ArgumentError(f"{name}: wanted the same on all ranks, got another one on rank {rank}")
+    kinds = {kind: rank for rank, (_, kind) in enumerate(told) if kind is not None}
+    if len(kinds) > 1:
+        raise BufferTypeError(f"cache: wanted one dtype on all ranks, got other ones on ranks {sorted(kinds.values())}")
 
 
 def _device(array: Any) -> str:

@@ -41,10 +41,13 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         for name in (*_ALIKE, "blocks", "ranks"):
-            if check_int(getattr(self, name), name) < 1:
-                raise ArgumentError(f"{name}: wanted 1 or more, got {getattr(self, name)}")
-        if sorted(self.axes) != sorted(_AXES) or self.axes[-1] != "dim":
+            if (number := check_int(getattr(self, name), name)) < 1:
+                raise ArgumentError(f"{name}: wanted 1 or more, got {number}")
+            object.__setattr__(self, name, number)  # since ranks compare their layouts, whatever integers were given
+        axes = tuple(self.axes) if isinstance(self.axes, list | tuple) else ()
+        if len(axes) != len(_AXES) or any(axis not in axes for axis in _AXES) or axes[-1] != "dim":
             raise ArgumentError(f"axes: wanted {', '.join(_AXES)} in any order with dim last, got {self.axes}")
+        object.__setattr__(self, "axes", axes)
         if self.heads % self.ranks and self.ranks % self.heads:
             raise ArgumentError(f"ranks: wanted a divisor or multiple of the {self.heads} heads, got {self.ranks}")
 
