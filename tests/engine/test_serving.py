@@ -89,6 +89,13 @@ LAYERS = 4
 SIZES: dict[str, Any] = {"layers": LAYERS, "blocks": 6, "block_tokens": 4, "heads": 4, "head_dim": 32}
 
 
+class OnAnotherDevice:
+    """As PyTorch's tensors of GPUs, which NumPy cannot read."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
 def hand_over(comm: hetcoll.Communicator, senders: list[int], receivers: list[int]) -> None:
     """Two requests after one another in one slot, layer by layer; then one that is given up, and one that is late."""
     src = CacheLayout(**SIZES, ranks=len(senders))
@@ -102,6 +109,12 @@ def hand_over(comm: hetcoll.Communicator, senders: list[int], receivers: list[in
             Handoff(comm, cache, src, CacheLayout(**(SIZES | {"head_dim": 16})), senders, receivers)
         with pytest.raises(ArgumentError, match="cache: wanted"):
             Handoff(comm, np.zeros(3, np.int32), src, dst, senders, receivers)
+        with pytest.raises(ArgumentError, match="layouts: wanted a CacheLayout, got None"):
+            Handoff(comm, cache, src, None, senders, receivers)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="receivers: wanted a list of ranks, got None"):
+            Handoff(comm, cache, src, dst, senders, None)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="slots: wanted 1 to 209715, got 209716"):
+            Handoff(comm, cache, src, dst, senders, receivers, slots=209716)
     handoff = Handoff(comm, cache, src, dst, senders, receivers, slots=2)
     for turn, (from_blocks, to_blocks) in enumerate([([0, 3], [5, 1]), ([4], [5])]):
         if sends:
@@ -110,6 +123,8 @@ def hand_over(comm: hetcoll.Communicator, senders: list[int], receivers: list[in
                     sending.layer(0, [6], [0])
                 with pytest.raises(ArgumentError, match="src_blocks: wanted a sequence of whole numbers"):
                     sending.layer(0, [[0], [1, 2]], [0])
+                with pytest.raises(ArgumentError, match="dst_blocks: wanted a sequence of whole numbers"):
+                    sending.layer(0, [0], OnAnotherDevice())
                 with pytest.raises(BufferTypeError, match=r"layer: wanted a whole number, got 1\.5"):
                     sending.layer(1.5, [0], [0])
                 with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got 'a'"):
@@ -242,6 +257,7 @@ def ask_for_others(comm: hetcoll.Communicator) -> None:
     ]:
         with pytest.raises(ArgumentError, match=f"{name}: wanted the same on all ranks, got another one on rank 1"):
             call()
+    cache.flags.writeable = rank == 1  # a sender's is only read
     with pytest.raises(BufferTypeError, match=r"cache: wanted one dtype on all ranks, got other ones on .* \[0, 1\]"):
         Handoff(comm, cache.astype((np.int32, np.float32)[rank]), layout, layout, [0], [1])
     own: Any = {name: (int, np.int64)[rank](size) for name, size in SIZES.items()} | {"axes": (AXES, list(AXES))[rank]}
@@ -250,3 +266,24 @@ def ask_for_others(comm: hetcoll.Communicator) -> None:
 
 def test_ranks_that_ask_for_other_hand_offs_find_out(pool: Pool) -> None:
     pool(2).run(ask_for_others)
+
+
+def with_a_sender_too_many(comm: hetcoll.Communicator) -> None:
+    """Two have the one head; the receiver asks the first of them."""
+    one = SIZES | {"heads": 1}
+    src, dst = CacheLayout(**one, ranks=2), CacheLayout(**one)
+    cache = np.zeros((src if comm.rank < 2 else dst).shape, np.int32)
+    with Handoff(comm, cache, src, dst, [0, 1], [2]) as handoff:
+        if comm.rank == 2:
+            handoff.receive(0).close()
+        else:
+            with handoff.send(0) as sending:
+                for wrong, error in ((LAYERS, ArgumentError), (-1, ArgumentError), ("0", BufferTypeError)):
+                    with pytest.raises(error, match="layer: wanted"):
+                        sending.layer(wrong, [0], [0])  # type: ignore[arg-type]
+                assert sending.layer(0, [0], [0])
+        comm.barrier()
+
+
+def test_a_sender_whom_nobody_asks_tells_wrong_layers_too(pool: Pool) -> None:
+    pool(3).run(with_a_sender_too_many)

@@ -14,6 +14,7 @@ import numpy as np
 from .. import ArgumentError, BufferTypeError, CollectiveTimeoutError, CommunicationError, Communicator, Work
 from ..calls import check_int, check_rank, check_seconds, descriptor
 from ..calls.buffers import read_buffer
+from ..runtime.offsets import MOST_PIECES
 from ..runtime.one_sided import Window
 from .layouts import CacheLayout, Numbers, cuts, pieces
 
@@ -43,7 +44,7 @@ class Handoff:
         self.src, self.dst = src, dst
         self._cuts = cuts(src, dst)
         self.senders, self.receivers = (
-            [check_rank(rank, comm.size, name) for rank in ranks]
+            [check_rank(rank, comm.size, name) for rank in _each(ranks, name)]
             for name, ranks in (("senders", senders), ("receivers", receivers))
         )
         for name, ranks, layout in (("senders", self.senders, src), ("receivers", self.receivers, dst)):
@@ -52,19 +53,19 @@ class Handoff:
         everybody = self.senders + self.receivers
         if len(set(everybody)) < len(everybody):
             raise ArgumentError(f"senders and receivers: wanted different ranks, got {everybody}")
-        if check_int(slots, "slots") < 1:
-            raise ArgumentError(f"slots: wanted 1 or more, got {slots}")
+        self._layers = 1 if dst.apart else dst.layers  # of one window
+        if not 1 <= check_int(slots, "slots") <= (most := MOST_PIECES // (self._layers + 1)):  # signals of a window
+            raise ArgumentError(f"slots: wanted 1 to {most}, got {slots}")
         self.slots = slots
         self._seconds = comm._core.seconds
         self._source = self.senders.index(comm.rank) if comm.rank in self.senders else -1
         self._target = self.receivers.index(comm.rank) if comm.rank in self.receivers else -1
         self.cache = cache
         own = src if self._source >= 0 else dst if self._target >= 0 else None
-        self._arrays = [] if own is None else _arrays(cache, own, writable=own is dst)
+        self._arrays = [] if own is None else _arrays(cache, own, writable=self._target >= 0)
         asked = {"src": src, "dst": dst, "senders": self.senders, "receivers": self.receivers, "slots": int(slots)}
         _check_alike(comm, asked, _dtypes(self._arrays, dst.layers))
         # Of each slot a signal a layer, and in the first window one for the end.
-        self._layers = 1 if dst.apart else dst.layers  # of one window
         signals = slots * (self._layers + 1) if self._target >= 0 else 0
         self._windows = [comm.window(self._offered(i), signals=signals) for i in range(dst.layers // self._layers)]
         self._cancelled = np.zeros(slots if self._source >= 0 else 0, np.int64)  # by slot: the last use given up
@@ -113,12 +114,24 @@ class Handoff:
         self._uses[slot] += 1
         return slot
 
+    def _check_layer(self, layer: int) -> int:
+        if not 0 <= (found := check_int(layer, "layer")) < self.dst.layers:
+            raise ArgumentError(f"layer: wanted one of {self.dst.layers}, got {found}")
+        return found
+
     def _signal(self, slot: int, layer: int) -> tuple[Window, int]:
         """The window, and which of its signals, of one layer; that after the last is the end."""
         first = slot * (self._layers + 1)
         if layer == self.dst.layers:
             return self._windows[0], first + self._layers
         return self._windows[layer // self._layers], first + layer % self._layers
+
+
+def _each(ranks: Any, name: str) -> list[Any]:
+    try:
+        return list(ranks)
+    except TypeError:
+        raise ArgumentError(f"{name}: wanted a list of ranks, got {ranks!r}") from None
 
 
 def _arrays(cache: Any, layout: CacheLayout, *, writable: bool) -> list[Any]:
@@ -185,6 +198,7 @@ class Sending:
         handoff = self._handoff
         if self._ended:
             raise ArgumentError("layer: this request was ended")
+        layer = handoff._check_layer(layer)  # also where nothing goes from here
         parts = [pieces(handoff.src, handoff.dst, cut, layer, src_blocks, dst_blocks) for cut in self._cuts]
         if self.cancelled:
             return False
@@ -311,11 +325,10 @@ class Receiving:
         return self._count(layer) >= self._wanted(layer)
 
     def _check(self, layer: int) -> int:
-        if not 0 <= (layer := check_int(layer, "layer")) < self._handoff.dst.layers:
-            raise ArgumentError(f"layer: wanted one of {self._handoff.dst.layers}, got {layer}")
+        found = self._handoff._check_layer(layer)
         if self._closed:
             raise ArgumentError(f"slot: this use of {self._slot} was closed")
-        return layer
+        return found
 
 
 class _Slice(NamedTuple):

@@ -85,6 +85,9 @@ class Cut(NamedTuple):
 def cuts(src: CacheLayout, dst: CacheLayout) -> list[Cut]:
     """Who sends which heads to whom: every head that a target holds comes to it once. Of several sources that hold it,
     targets ask different ones. ArgumentError where the layouts are not of one cache."""
+    for layout in (src, dst):
+        if not isinstance(layout, CacheLayout):
+            raise ArgumentError(f"layouts: wanted a CacheLayout, got {layout!r}")
     for name in _ALIKE:
         if getattr(src, name) != getattr(dst, name):
             raise ArgumentError(f"layouts: wanted one {name}, got {getattr(src, name)} and {getattr(dst, name)}")
@@ -136,7 +139,7 @@ def pieces(
 def _blocks(blocks: Numbers, most: int, name: str) -> Column:
     try:
         found = np.asarray(blocks)
-    except ValueError:  # rows of several lengths
+    except (TypeError, ValueError):  # a GPU's tensor; rows of several lengths
         raise ArgumentError(f"{name}: wanted a sequence of whole numbers, got {blocks!r}") from None
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise ArgumentError(f"{name}: wanted a sequence of whole numbers, got {blocks!r}")
