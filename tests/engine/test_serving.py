@@ -197,6 +197,8 @@ def hand_over_in_parts(comm: hetcoll.Communicator, apart: tuple[bool, bool]) -> 
             comm.barrier()
             for layer in range(LAYERS):
                 sending.layer(layer, [5], [0])
+                with pytest.raises(ArgumentError, match=f"layer: the last part of {layer} was sent"):
+                    sending.layer(layer, [5], [0])
             assert not sending.done
             sending.end()
             with pytest.raises(ArgumentError, match="layer: this request was ended"):

@@ -179,6 +179,7 @@ class Sending:
         self._handoff, self._slot, self._use = handoff, slot, handoff._uses[slot]
         self._cuts = [cut for cut in handoff._cuts if cut.source == handoff._source]
         self._works: list[Work] = []
+        self._whole: set[int] = set()  # layers whose last part was sent
         self._ended = False
 
     @property
@@ -196,9 +197,11 @@ class Sending:
         now on `stream`: see `Window.put`. ArgumentError for what is not there, before anything is sent.
         """
         handoff = self._handoff
+        layer = handoff._check_layer(layer)  # also where nothing goes from here
         if self._ended:
             raise ArgumentError("layer: this request was ended")
-        layer = handoff._check_layer(layer)  # also where nothing goes from here
+        if layer in self._whole:  # a receiver would take its signal for that of another sender
+            raise ArgumentError(f"layer: the last part of {layer} was sent")
         parts = [pieces(handoff.src, handoff.dst, cut, layer, src_blocks, dst_blocks) for cut in self._cuts]
         if self.cancelled:
             return False
@@ -208,6 +211,8 @@ class Sending:
             peer = handoff.receivers[cut.target]
             put = {"src_offset": here, "count": count, "signal": signal if last else None, "stream": stream}
             self._works.append(window.put(array, peer, there, **put, async_op=True))
+        if last:
+            self._whole.add(layer)
         return True
 
     def flush(self, timeout: float | None = None) -> None:
