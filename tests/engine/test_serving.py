@@ -15,6 +15,7 @@ from ranks import Ranks, wait_until
 import hetcoll
 from hetcoll import ArgumentError, BufferTypeError, CollectiveTimeoutError, CommunicationError
 from hetcoll.serving import CacheLayout, Handoff, cuts, pieces
+from hetcoll.serving import handoff as handoff_module
 
 Pool = Callable[..., Ranks]
 AXES = ("layer", "kv", "block", "token", "head", "dim")
@@ -178,7 +179,9 @@ def test_caches_change_hands(pool: Pool, senders: list[int], receivers: list[int
 
 
 def hand_over_in_parts(comm: hetcoll.Communicator, apart: tuple[bool, bool]) -> None:
-    """Ranks 0 and 1 to rank 2: a layer's blocks in two calls, with layers in arrays of their own on some sides."""
+    """Ranks 0 and 1 to rank 2: a layer's blocks in two calls, with layers in arrays of their own on some sides. Rank 1
+    has them in more pieces than a put takes."""
+    most = handoff_module.MOST_PIECES
     src, dst = CacheLayout(**SIZES, ranks=2, apart=apart[0]), CacheLayout(**SIZES, apart=apart[1])
     source, target = whole(src, 5), whole(dst, 6)
     sends, own = comm.rank < 2, src if comm.rank < 2 else dst
@@ -190,6 +193,7 @@ def hand_over_in_parts(comm: hetcoll.Communicator, apart: tuple[bool, bool]) -> 
     with Handoff(comm, cache, src, dst, [0, 1], [2]) as handoff:
         if sends:
             sending = handoff.send(3)
+            handoff_module.MOST_PIECES = 5 if comm.rank == 1 else most
             for layer in range(LAYERS):
                 sending.layer(layer, [1, 0], [4, 2], last=False)
             sending.flush()
@@ -199,6 +203,7 @@ def hand_over_in_parts(comm: hetcoll.Communicator, apart: tuple[bool, bool]) -> 
                 sending.layer(layer, [5], [0])
                 with pytest.raises(ArgumentError, match=f"layer: the last part of {layer} was sent"):
                     sending.layer(layer, [5], [0])
+            handoff_module.MOST_PIECES = most
             assert not sending.done
             sending.end()
             with pytest.raises(ArgumentError, match="layer: this request was ended"):

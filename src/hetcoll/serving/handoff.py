@@ -209,8 +209,11 @@ class Sending:
         array = handoff._arrays[layer if handoff.src.apart else 0]
         for cut, (here, there, count) in zip(self._cuts, parts, strict=True):
             peer = handoff.receivers[cut.target]
-            put = {"src_offset": here, "count": count, "signal": signal if last else None, "stream": stream}
-            self._works.append(window.put(array, peer, there, **put, async_op=True))
+            for at in range(0, max(len(here), 1), MOST_PIECES):
+                some, ends = slice(at, at + MOST_PIECES), last and at + MOST_PIECES >= len(here)
+                put: dict[str, Any] = {"src_offset": here[some], "count": count[some], "stream": stream}
+                work = window.put(array, peer, there[some], **put, signal=signal if ends else None, async_op=True)
+                self._works.append(work)
         if last:
             self._whole.add(layer)
         return True
