@@ -237,6 +237,47 @@ def mistakes(agent: Any, handle: Any, array: Any, other: str) -> None:
             call()
 
 
+def in_two_regions(comm: hetcoll.Communicator) -> None:
+    """Of a transfer whose memory is gone in part, here or there, nothing is told as done, nor as over too early."""
+    with nixl_agent(NAMES[comm.rank], nixl_agent_config(comm=comm)) as agent:
+        other = NAMES[1 - comm.rank]
+        arrays = [np.full(count, comm.rank, np.uint8) for count in (PIECE, 64 << 20)]
+        registered = [agent.register_memory([array]) for array in arrays]
+        here = agent.get_xfer_descs(arrays)
+        told = comm.allgather_object((agent.get_agent_metadata(), agent.get_serialized_descs(here)))[1 - comm.rank]
+        agent.add_remote_agent(told[0])
+        there = agent.deserialize_descs(told[1])
+        handle = agent.initialize_xfer("READ", here, there, other)
+        comm.barrier()
+        if comm.rank == 1:
+            agent.deregister_memory(registered[0])
+            comm.barrier()
+        else:
+            comm.barrier()
+            agent.transfer(handle)
+            assert over(agent, handle) == "ERR"
+            assert "closed by its rank" in str(handle.error)
+            assert not handle._works
+            assert (arrays[1] == 1).all()
+            again = agent.initialize_xfer("WRITE", here, there, other, b"never told")
+            agent.deregister_memory(registered[1])
+            arrays[0][:] = 7
+            for call, wanted in [
+                (agent.transfer, "transfer: wanted registered memory here"),
+                (agent.check_xfer_state, "wanted a transfer that was posted"),
+            ]:
+                with pytest.raises(ArgumentError, match=wanted):
+                    call(again)
+        comm.barrier()
+        assert agent.get_new_notifs() == {}
+        assert comm.rank == 0 or all((array == 1).all() for array in arrays)
+        comm.barrier()
+
+
+def test_a_transfer_that_cannot_be_in_part(pool: Pool) -> None:
+    pool(2).run(in_two_regions)
+
+
 def test_memory_that_comes_and_goes(pool: Pool) -> None:
     pool(2).run(later, timeout=60)
 

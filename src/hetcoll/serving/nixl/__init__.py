@@ -239,17 +239,15 @@ class nixl_agent:  # noqa: N801  # as there
         """Its state: `check_xfer_state`."""
         if handle._works is not None and self.check_xfer_state(handle) == "PROC":
             raise ArgumentError("transfer: wanted a transfer that is over, got one in flight")
+        if any(own not in self._buffers for own, _, _ in handle._parts):
+            raise ArgumentError("transfer: wanted registered memory here, got some that was deregistered")
         handle._notif = _bytes(notif_msg) or handle._notif
         handle._works, handle.error = [], None
         handle._told, handle._over = not handle._notif, False
         try:
             for own, number, rows in handle._parts:
-                if own not in self._buffers:
-                    raise ArgumentError("transfer: wanted registered memory here, got some that was deregistered")
                 handle._works.append(self._begin(handle, own, number, rows))
         except HetcollError as error:
-            if isinstance(error, ArgumentError):
-                raise
             handle.error = error
         self._flying.append(handle)
         return self.check_xfer_state(handle)
@@ -290,10 +288,16 @@ class nixl_agent:  # noqa: N801  # as there
 
     def _state(self, handle: nixl_xfer_handle) -> str:
         assert handle._works is not None
+        while handle._works:
+            try:
+                if not handle._works[0].done:
+                    return "PROC"  # also where another part has failed: the memory of this one is in use
+                handle._works[0].wait()
+            except HetcollError as error:
+                handle.error = handle.error or error
+            handle._works.pop(0)
         try:
-            while not handle._over and handle.error is None and handle._works and handle._works[0].done:
-                handle._works.pop(0).wait()
-            if not handle._over and handle.error is None and not handle._works:
+            if not handle._over and handle.error is None:
                 if not handle._told:
                     handle._told = True
                     self._notifications.post(handle._peer, handle._notif)
