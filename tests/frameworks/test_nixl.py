@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -272,6 +273,43 @@ def in_two_regions(comm: hetcoll.Communicator) -> None:
         assert agent.get_new_notifs() == {}
         assert comm.rank == 0 or all((array == 1).all() for array in arrays)
         comm.barrier()
+
+
+def all_or_none(comm: hetcoll.Communicator) -> None:
+    """Rank 1 is stopped, so that a transfer to it is under way: its memory is not taken back."""
+    with nixl_agent(NAMES[comm.rank], nixl_agent_config(comm=comm)) as agent:
+        other = NAMES[1 - comm.rank]
+        arrays = [np.full(count, comm.rank, np.uint8) for count in (PIECE, 64 << 20)]
+        descs = agent.register_memory(arrays)
+        told = comm.allgather_object((agent.get_agent_metadata(), agent.get_serialized_descs(descs), os.getpid()))
+        agent.add_remote_agent(told[1 - comm.rank][0])
+        if comm.rank == 0:
+            comm.barrier()
+            strange = agent.get_reg_descs([arrays[0], np.zeros(1)])
+            with pytest.raises(ArgumentError, match="dereg_list: wanted registered memory"):
+                agent.deregister_memory(strange)
+            handle = agent.initialize_xfer("WRITE", descs, agent.deserialize_descs(told[1][1]), other)
+            os.kill(told[1][2], signal.SIGSTOP)
+            try:
+                agent.transfer(handle)
+                with pytest.raises(ArgumentError, match="dereg_list: wanted memory that no transfer is at"):
+                    agent.deregister_memory(descs)
+                with pytest.raises(ArgumentError, match="release: wanted a transfer that is over"):
+                    agent.release_xfer_handle(handle)
+            finally:
+                os.kill(told[1][2], signal.SIGCONT)
+            assert over(agent, handle) == "DONE"
+            agent.deregister_memory(arrays)
+            with pytest.raises(ArgumentError, match="wanted registered DRAM of this agent"):
+                agent.prep_xfer_dlist("", descs)
+        else:
+            comm.barrier()
+            wait_until(lambda: not any(array.any() for array in arrays), 60)
+        comm.barrier()
+
+
+def test_memory_is_taken_back_all_or_none(pool: Pool) -> None:
+    pool(2).run(all_or_none, timeout=60)
 
 
 def test_a_transfer_that_cannot_be_in_part(pool: Pool) -> None:

@@ -11,6 +11,7 @@ What is not here is an `ArgumentError`: files, blocks and objects; metadata by s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Iterable, Sequence
@@ -60,7 +61,11 @@ class nixl_agent:  # noqa: N801  # as there
         self.notifs: dict[str, list[bytes]] = {}
 
     def close(self) -> None:
-        """Take all memory back, and leave."""
+        """Take all memory back, and leave. Waits for transfers that are at it, since the communicator stays open."""
+        for handle in () if self._owns else self._flying:
+            for work in handle._works or ():
+                with contextlib.suppress(HetcollError):
+                    work.wait()
         for number in list(self._regions):
             self._close_region(number)
         self._mappings.close()
@@ -103,11 +108,12 @@ class nixl_agent:  # noqa: N801  # as there
         """Open it for the other agents. What it belongs to is the program's to keep until `deregister_memory`."""
         check_backends(backends)
         descs = descriptors.read(reg_list, mem_type)
-        for row in descs.rows:
-            buffer, number = descriptors.memory_at(descs.memory, row), next(self._side.own_numbers)
-            on_gpu = buffer.device != "cpu"
-            if on_gpu:
+        buffers = [descriptors.memory_at(descs.memory, row) for row in descs.rows]
+        for buffer in buffers:  # all of them, or none
+            if buffer.device != "cpu":
                 self._side.devices.copies(buffer, "reg_list")
+        for buffer in buffers:
+            number, on_gpu = next(self._side.own_numbers), buffer.device != "cpu"
             self._side.core.engine.add_window(number, buffer.ptr, buffer.nbytes, 0, on_gpu)
             shared = self._mappings.share(number, buffer) if on_gpu else None
             self._regions[number] = Region(number, descs.memory, buffer.ptr, buffer.nbytes, shared)
@@ -115,14 +121,23 @@ class nixl_agent:  # noqa: N801  # as there
         return descs
 
     def deregister_memory(self, dereg_list: Descriptors, backends: Sequence[str] = ()) -> None:
-        """When it returns nothing touches the memory any more. What comes later is an ERR for who sent it."""
+        """When it returns nothing touches the memory any more. What comes later is an ERR for who sent it.
+        ArgumentError, and nothing is deregistered, while a transfer of this agent's is at it."""
         check_backends(backends)
-        for address, nbytes, _ in dereg_list:
-            wanted = (dereg_list.memory, address, nbytes)
+        descs, gone = descriptors.read(dereg_list, None), list[int]()
+        under_way = [each for each in self._flying if any(not work.done for work in each._works or ())]
+        used = {own for handle in under_way for own, _, _ in handle._parts}
+        for address, nbytes, _ in descs:
+            wanted = (descs.memory, address, nbytes)
             numbers = [each.number for each in self._regions.values() if each.place == wanted]
-            if not numbers:
+            left = [number for number in numbers if number not in gone]
+            if not left:
                 raise ArgumentError(f"dereg_list: wanted registered memory, got {nbytes} bytes at {address:#x}")
-            self._close_region(numbers[0])
+            if left[0] in used:
+                raise ArgumentError(f"dereg_list: wanted memory that no transfer is at, got that at {address:#x}")
+            gone.append(left[0])
+        for number in gone:
+            self._close_region(number)
 
     def _close_region(self, number: int) -> None:
         self._side.core.engine.close_window(number)
