@@ -233,9 +233,22 @@ def mistakes(agent: Any, handle: Any, array: Any, other: str) -> None:
         (lambda: agent.make_prepped_xfer("READ", here, [1], far, [0]), "local_indices: wanted 0 to 0, got 1 to 1"),
         (lambda: agent.make_prepped_xfer("READ", here, [0], far, []), "wanted as many local as remote ones"),
         (lambda: nixl_agent_config(enable_listen_thread=True), "enable_listen_thread: wanted False"),
+        (lambda: agent.add_remote_agent(None), "metadata: wanted that of an agent of hetcoll, got None"),
+        (lambda: agent.deserialize_descs(b'["DRAM", [[1.5, 2, 3]]]'), "serialized_descs: wanted what"),
+        (lambda: agent.deserialize_descs(b'["DRAM", [[%d, 2, 3]]]' % 2**70), "serialized_descs: wanted what"),
+        (lambda: agent.make_prepped_xfer("READ", None, [0], far, [0]), "wanted one of NIXL_INIT_AGENT"),
+        (lambda: agent.make_prepped_xfer("READ", here, [0], far, [[0], [0, 1]]), "remote_indices: wanted a list of"),
+        (lambda: agent.make_prepped_xfer("READ", here, [0], far, [0], 5), "notif_msg: wanted bytes, got 5"),
+        (lambda: agent.transfer(handle, 5), "notif_msg: wanted bytes, got 5"),
+        (lambda: agent.send_notif(other, None), "notif_msg: wanted bytes, got None"),
+        (lambda: agent.check_remote_xfer_done(other, None), "lookup_tag: wanted bytes, got None"),
+        (lambda: nixl_agent(None), "agent_name: wanted a name, got None"),
+        (lambda: nixl_agent("NIXL_INIT_AGENT"), "agent_name: wanted a name, got 'NIXL_INIT_AGENT'"),
     ]:
         with pytest.raises(ArgumentError, match=wanted):
             call()
+    nothing = agent.get_serialized_descs(agent.get_xfer_descs(np.empty((0, 3), np.int64), "DRAM"))
+    assert agent.deserialize_descs(nothing).isEmpty()
 
 
 def in_two_regions(comm: hetcoll.Communicator) -> None:

@@ -33,6 +33,7 @@ from .notifications import Notifications
 __all__ = ["nixl_agent", "nixl_agent_config", "nixl_prepped_dlist_handle", "nixl_xfer_handle"]
 
 _OPERATIONS = {"WRITE": False, "READ": True}
+_SELF = ("", "NIXL_INIT_AGENT")  # what programs call the agent itself
 
 
 class nixl_agent:  # noqa: N801  # as there
@@ -41,6 +42,8 @@ class nixl_agent:  # noqa: N801  # as there
     def __init__(
         self, agent_name: str, nixl_conf: nixl_agent_config | None = None, instantiate_all: bool = False
     ) -> None:
+        if not isinstance(agent_name, str) or agent_name in _SELF:
+            raise ArgumentError(f"agent_name: wanted a name, got {agent_name!r}")
         comm = nixl_conf.comm if nixl_conf is not None else None
         self._owns = comm is None
         self._comm = hetcoll.init() if comm is None else comm
@@ -165,7 +168,7 @@ class nixl_agent:  # noqa: N801  # as there
             regions = [Region._make([*each, shared and tuple(shared)]) for *each, shared in told["regions"]]
             job, name = told["job"], told["agent"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ArgumentError(f"metadata: wanted that of an agent of hetcoll, got {len(metadata)} bytes") from error
+            raise ArgumentError(f"metadata: wanted that of an agent of hetcoll, got {metadata!r:.60}") from error
         if job != self._job or name not in self._names:
             raise ArgumentError(
                 f"metadata: wanted that of an agent of this job, {self._names}, got {name!r} of another"
@@ -197,7 +200,7 @@ class nixl_agent:  # noqa: N801  # as there
     ) -> nixl_prepped_dlist_handle:
         check_backends(backends)
         descs, name = descriptors.read(xfer_list, mem_type), _text(agent_name)
-        if name in ("", "NIXL_INIT_AGENT"):
+        if name in _SELF:
             return self._prepare(None, descs, self._regions.values(), "this agent")
         peer = self._rank_of(name)
         own = self._regions.values() if peer == self._comm.rank else self._remote.get(peer, ())
@@ -217,7 +220,8 @@ class nixl_agent:  # noqa: N801  # as there
         check_backends(backends)
         if operation not in _OPERATIONS:
             raise ArgumentError(f"operation: wanted WRITE or READ, got {operation!r}")
-        if local_xfer_side.peer is not None or remote_xfer_side.peer is None:
+        sides = [each for each in (local_xfer_side, remote_xfer_side) if isinstance(each, nixl_prepped_dlist_handle)]
+        if len(sides) < 2 or sides[0].peer is not None or sides[1].peer is None:
             raise ArgumentError("local_xfer_side, remote_xfer_side: wanted one of NIXL_INIT_AGENT and one of an agent")
         here, there = (_index(each, name) for each, name in ((local_indices, "local"), (remote_indices, "remote")))
         if len(here) != len(there) or not 0 < len(here) <= MOST_PIECES:
@@ -247,7 +251,7 @@ class nixl_agent:  # noqa: N801  # as there
         backends: Sequence[str] = (),
     ) -> nixl_xfer_handle:
         here, there = self.prep_xfer_dlist("", local_descs), self.prep_xfer_dlist(remote_agent, remote_descs)
-        every = np.arange(len(local_descs)), np.arange(len(remote_descs))
+        every = np.arange(len(here.descs)), np.arange(len(there.descs))
         return self.make_prepped_xfer(operation, here, every[0], there, every[1], notif_msg, backends)
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes | str = b"") -> str:
@@ -350,9 +354,10 @@ class nixl_agent:  # noqa: N801  # as there
         backends: Sequence[str] = (),
         tag_is_prefix: bool = True,
     ) -> bool:
+        tag = _bytes(lookup_tag, "lookup_tag")
         held = self.update_notifs(backends).get(_text(remote_agent_name), [])
         for at, message in enumerate(held):
-            if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
+            if message.startswith(tag) if tag_is_prefix else tag in message:
                 del held[at]
                 return True
         return False
@@ -392,7 +397,10 @@ class nixl_agent:  # noqa: N801  # as there
 
 
 def _index(values: Any, name: str) -> Rows:
-    found = np.asarray(values)
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError):  # a GPU's tensor; rows of several lengths
+        raise ArgumentError(f"{name}_indices: wanted a list of whole numbers, got {values!r}") from None
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise ArgumentError(f"{name}_indices: wanted a list of whole numbers, got {found.dtype} of shape {found.shape}")
     return found.astype(np.int64)
@@ -402,5 +410,7 @@ def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
-def _bytes(message: bytes | str) -> bytes:
-    return message.encode() if isinstance(message, str) else message
+def _bytes(message: bytes | str, name: str = "notif_msg") -> bytes:
+    if not isinstance(message, bytes | bytearray | str):
+        raise ArgumentError(f"{name}: wanted bytes, got {message!r}")
+    return message.encode() if isinstance(message, str) else bytes(message)

@@ -58,7 +58,7 @@ class Descriptors:
         """What `to_bytes` made; ArgumentError for anything else."""
         try:
             memory, rows = json.loads(data)
-            return cls(_memory(memory), np.array(rows, np.int64).reshape(-1, _WIDTH))
+            return cls(_memory(memory), _rows(rows or np.empty((0, _WIDTH), np.int64)))
         except (ValueError, TypeError) as error:
             raise ArgumentError(f"serialized_descs: wanted what get_serialized_descs made, got {error}") from error
 
