@@ -325,6 +325,14 @@ def test_memory_is_taken_back_all_or_none(pool: Pool) -> None:
     pool(2).run(all_or_none, timeout=60)
 
 
+def test_an_agent_that_is_not_made_leaves_no_communicator() -> None:
+    with pytest.raises(hetcoll.InitError, match="nixl_agent") as caught:
+        nixl_agent("a name that is too long" * 100)
+    with nixl_agent("a name") as agent:
+        assert agent.name == "a name"
+    assert caught.value.__traceback__, "which refers to the one that was not made"
+
+
 def test_a_transfer_that_cannot_be_in_part(pool: Pool) -> None:
     pool(2).run(in_two_regions)
 

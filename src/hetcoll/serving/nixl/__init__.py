@@ -48,7 +48,14 @@ class nixl_agent:  # noqa: N801  # as there
         self._owns = comm is None
         self._comm = hetcoll.init() if comm is None else comm
         self.name = agent_name
-        mine = [agent_name, secrets.token_hex(8)]
+        with contextlib.ExitStack() as undo:
+            if self._owns:
+                undo.callback(self._comm.close)
+            self._meet()
+            undo.pop_all()
+
+    def _meet(self) -> None:
+        mine = [self.name, secrets.token_hex(8)]
         told = [json.loads(blob) for blob in self._comm._core.meet("nixl_agent()", json.dumps(mine).encode())]
         self._names, self._job = [name for name, _ in told], told[0][1]
         if len(set(self._names)) < len(self._names):
