@@ -144,7 +144,7 @@ def test_what_an_awaited_work_failed_with_is_raised() -> None:
         assert some.run(_awaits_one_that_is_lost) == ["rank 1", ""]
 
 
-def _awaits_too_long(comm: hetcoll.Communicator) -> str:
+def _awaits_too_long(comm: hetcoll.Communicator, tag: int) -> str:
     if comm.rank == 1:
         wait_until(lambda: comm.error is not None, 25)
         return type(comm.error).__name__
@@ -152,13 +152,32 @@ def _awaits_too_long(comm: hetcoll.Communicator) -> str:
     async def main() -> str:
         start = time.monotonic()
         with pytest.raises(hetcoll.CollectiveTimeoutError, match="did not finish in 1 s"):
-            await comm.recv(np.empty(1), 1, async_op=True)
+            await comm.recv(np.empty(1), 1, tag=tag, async_op=True)
         assert time.monotonic() - start >= 1
         return type(comm.error).__name__
 
     return asyncio.run(main())
 
 
-def test_a_work_that_is_awaited_for_too_long_is_over() -> None:
+@pytest.mark.parametrize("tag", [0, 3])
+def test_a_work_that_is_awaited_for_too_long_is_over(tag: int) -> None:
     with Ranks(2, {"HETCOLL_TIMEOUT": "1"}) as some:
-        assert some.run(_awaits_too_long) == ["CollectiveTimeoutError"] * 2
+        assert some.run(_awaits_too_long, tag) == ["CollectiveTimeoutError"] * 2
+
+
+def _awaits_one_that_left(comm: hetcoll.Communicator) -> str:
+    if comm.rank == 1:
+        comm.close()
+        return ""
+
+    async def main() -> str:
+        with pytest.raises(hetcoll.PeerLostError, match="rank 1 left while it was needed") as caught:
+            await comm.recv(np.empty(1), 1, tag=3, async_op=True)
+        return f"rank {caught.value.rank}"
+
+    return asyncio.run(main())
+
+
+def test_who_awaits_a_message_with_a_tag_of_a_rank_that_left_is_told() -> None:
+    with Ranks(2) as some:
+        assert some.run(_awaits_one_that_left) == ["rank 1", ""]

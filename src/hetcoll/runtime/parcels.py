@@ -104,7 +104,7 @@ class Parcel(Work):
         while not self.done:
             left = deadline - time.monotonic()
             if left <= 0:
-                self._box.fail_all(Kind.TIMEOUT, -1, f"{self._what} did not finish in {seconds:g} s on {self._box}")
+                self._time_out(seconds)
             elif not self._begun.is_set():
                 self._begun.wait(min(left, SLICE))
                 self._box.check_coming(self.wanted)
@@ -114,6 +114,15 @@ class Parcel(Work):
                     pair._engine.wait(ticket, min(left, SLICE))
         if (error := self.error) is not None:
             raise error
+
+    def _check_limit(self, waited: float) -> None:
+        if waited >= self._limit:
+            self._time_out(self._limit)
+        elif not self._begun.is_set():
+            self._box.check_coming(self.wanted)
+
+    def _time_out(self, seconds: float) -> None:
+        self._box.fail_all(Kind.TIMEOUT, -1, f"{self._what} did not finish in {seconds:g} s on {self._box}")
 
     @property
     def done(self) -> bool:
