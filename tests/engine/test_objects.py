@@ -144,6 +144,28 @@ def test_what_does_not_prove_the_secret_is_not_unpickled(launch: Callable[..., R
     launch(2).run(_forge)
 
 
+def _longest_of_this_one(core: Any, label: str, nbytes: int, limit: int, timeout: float | None) -> None:
+    objects._longest_of_root(core, label, core.rank, nbytes, limit, timeout)
+
+
+def _lie(comm: hetcoll.Communicator, call: str, nbytes: int) -> None:
+    """Rank 0 says that it moves so many bytes."""
+    if comm.rank == 0:
+        label, rest = f"{call}({'root=0, ' * (call != 'allgather_object')}limit={objects.LIMIT})", (objects.LIMIT, None)
+        tell: Any = objects._lengths if call == "allgather_object" else _longest_of_this_one
+        with pytest.raises(hetcoll.HetcollError):
+            tell(comm._core, label, nbytes, *rest)
+        return
+    with pytest.raises(hetcoll.AuthenticationError, match="in the name of rank 0 that does not prove the job's secret"):
+        getattr(comm, call)(1)
+
+
+@pytest.mark.parametrize("call", ["allgather_object", "broadcast_object"])
+@pytest.mark.parametrize("nbytes", [8, 1 << 50])
+def test_lengths_that_no_object_has_end_the_communicator(launch: Callable[..., Ranks], call: str, nbytes: int) -> None:
+    launch(2).run(_lie, call, nbytes)
+
+
 def _enter(job: Job) -> None:
     from hetcoll.config.env import configuration
 

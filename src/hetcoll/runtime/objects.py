@@ -41,7 +41,7 @@ def broadcast(core: Core, obj: Any, root: int, limit: int, timeout: float | None
     at = check_rank(root, core.size, "root")
     label = _begin(core, f"broadcast_object(root={at}", limit)
     mine = _pack(core, obj, label, core.rank, limit) if core.rank == at else b""
-    whole = _padded(mine, _longest_of_root(core, label, at, len(mine), timeout))
+    whole = _padded(mine, _longest_of_root(core, label, at, len(mine), limit, timeout))
     for piece in _pieces(len(whole)):
         core.launch(replace(calls.broadcast(core.rank, core.size, whole[piece], at), label=label), False, timeout)
     return obj if core.rank == at else _unpack(core, whole.tobytes(), label, at)
@@ -51,7 +51,7 @@ def allgather(core: Core, obj: Any, limit: int, timeout: float | None) -> list[A
     """See `Communicator.allgather_object`."""
     label = _begin(core, "allgather_object(", limit)
     mine = _pack(core, obj, label, core.rank, limit)
-    lengths = _lengths(core, label, len(mine), timeout)
+    lengths = _lengths(core, label, len(mine), limit, timeout)
     whole, found = _padded(mine, max(lengths)), [bytearray() for _ in lengths]
     for piece in _pieces(len(whole)):
         rows = np.empty((core.size, piece.stop - piece.start), np.uint8)
@@ -66,7 +66,7 @@ def gather(core: Core, obj: Any, root: int, limit: int, timeout: float | None) -
     at = check_rank(root, core.size, "root")
     label = _begin(core, f"gather_object(root={at}", limit)
     mine = _pack(core, obj, label, core.rank, limit)
-    lengths = _lengths(core, label, len(mine), timeout)
+    lengths = _lengths(core, label, len(mine), limit, timeout)
     whole, found = _padded(mine, max(lengths)), [bytearray() for _ in lengths]
     for piece in _pieces(len(whole)):
         rows = np.empty((core.size if core.rank == at else 0, piece.stop - piece.start), np.uint8)
@@ -87,7 +87,7 @@ def scatter(core: Core, objs: Sequence[Any] | None, root: int, limit: int, timeo
             got = len(objs) if isinstance(objs, Sized) else repr(objs)
             raise ArgumentError(f"objs: wanted {core.size} objects on the root, one a rank, got {got}")
         rows = [_pack(core, each, f"{label} to {rank}", at, limit) for rank, each in enumerate(objs)]
-    longest = _longest_of_root(core, label, at, max(map(len, rows), default=0), timeout)
+    longest = _longest_of_root(core, label, at, max(map(len, rows), default=0), limit, timeout)
     whole, mine = [_padded(row, longest) for row in rows], _padded(b"", longest)
     for piece in _pieces(len(mine)):
         send = np.stack([row[piece] for row in whole]) if whole else None
@@ -173,23 +173,35 @@ def _unpack(core: Core, frame: bytes | bytearray, label: str, rank: int) -> Any:
     length, proof = _HEAD.unpack_from(frame)
     data = memoryview(frame)[_HEAD.size : _HEAD.size + length]
     if not hmac.compare_digest(proof, _proof(core, label, rank, data)):
-        text = f"rank {core.rank} got an object in the name of rank {rank} that does not prove the job's secret"
-        core.fail(Kind.ABORTED, text)
-        raise AuthenticationError(f"{text}; it was not unpickled")
+        raise _forged(core, rank)
     return pickle.loads(data)
 
 
-def _lengths(core: Core, label: str, mine: int, timeout: float | None) -> list[int]:
+def _forged(core: Core, rank: int) -> AuthenticationError:
+    """The communicator ends. What to raise."""
+    text = f"rank {core.rank} got an object in the name of rank {rank} that does not prove the job's secret"
+    core.fail(Kind.ABORTED, text)
+    return AuthenticationError(f"{text}; it was not unpickled")
+
+
+def _lengths(core: Core, label: str, mine: int, limit: int, timeout: float | None) -> list[int]:
     """What each rank is about to move, in bytes."""
     rows = np.empty(core.size, np.int64)
     core.launch(calls.meeting(core.rank, label, np.array([mine]), rows), False, timeout)
-    return [int(length) for length in rows]
+    return [_believed(core, int(length), rank, limit) for rank, length in enumerate(rows)]
 
 
-def _longest_of_root(core: Core, label: str, root: int, mine: int, timeout: float | None) -> int:
+def _longest_of_root(core: Core, label: str, root: int, mine: int, limit: int, timeout: float | None) -> int:
     length = np.array([mine])
     core.launch(replace(calls.broadcast(core.rank, core.size, length, root), label=label), False, timeout)
-    return int(length[0])
+    return _believed(core, int(length[0]), root, limit)
+
+
+def _believed(core: Core, length: int, rank: int, limit: int) -> int:
+    """`length` has no proof: no memory is taken for one that no rank within the limit has."""
+    if not 0 <= length - _HEAD.size <= limit:
+        raise _forged(core, rank)
+    return length
 
 
 def _pieces(nbytes: int, start: int = 0) -> Iterator[slice]:
