@@ -24,7 +24,7 @@ import hetcoll
 from ... import ArgumentError, HetcollError, Work
 from ...calls.buffers import Buffer
 from ...runtime.offsets import MOST_PIECES
-from . import descriptors
+from . import descriptors, handles
 from .descriptors import Descriptors, Region, Rows
 from .handles import check_backends, nixl_agent_config, nixl_prepped_dlist_handle, nixl_xfer_handle
 from .mappings import Mappings
@@ -33,7 +33,6 @@ from .notifications import Notifications
 __all__ = ["nixl_agent", "nixl_agent_config", "nixl_prepped_dlist_handle", "nixl_xfer_handle"]
 
 _OPERATIONS = {"WRITE": False, "READ": True}
-_SELF = ("", "NIXL_INIT_AGENT")  # what programs call the agent itself
 
 
 class nixl_agent:  # noqa: N801  # as there
@@ -42,12 +41,10 @@ class nixl_agent:  # noqa: N801  # as there
     def __init__(
         self, agent_name: str, nixl_conf: nixl_agent_config | None = None, instantiate_all: bool = False
     ) -> None:
-        if not isinstance(agent_name, str) or agent_name in _SELF:
-            raise ArgumentError(f"agent_name: wanted a name, got {agent_name!r}")
+        self.name = handles.check_name(agent_name)
         comm = nixl_conf.comm if nixl_conf is not None else None
         self._owns = comm is None
         self._comm = hetcoll.init() if comm is None else comm
-        self.name = agent_name
         with contextlib.ExitStack() as undo:
             if self._owns:
                 undo.callback(self._comm.close)
@@ -72,10 +69,9 @@ class nixl_agent:  # noqa: N801  # as there
 
     def close(self) -> None:
         """Take all memory back, and leave. Waits for transfers that are at it, since the communicator stays open."""
-        for handle in () if self._owns else self._flying:
-            for work in handle._works or ():
-                with contextlib.suppress(HetcollError):
-                    work.wait()
+        for work in [] if self._owns else [work for handle in self._flying for work in handle._works or ()]:
+            with contextlib.suppress(HetcollError):
+                work.wait()
         for number in list(self._regions):
             self._close_region(number)
         self._mappings.close()
@@ -134,13 +130,13 @@ class nixl_agent:  # noqa: N801  # as there
         """When it returns nothing touches the memory any more. What comes later is an ERR for who sent it.
         ArgumentError, and nothing is deregistered, while a transfer of this agent's is at it."""
         check_backends(backends)
-        descs, gone = descriptors.read(dereg_list, None), list[int]()
+        descs = descriptors.read(dereg_list, None)
+        gone: list[int] = []
         under_way = [each for each in self._flying if any(not work.done for work in each._works or ())]
         used = {own for handle in under_way for own, _, _ in handle._parts}
         for address, nbytes, _ in descs:
             wanted = (descs.memory, address, nbytes)
-            numbers = [each.number for each in self._regions.values() if each.place == wanted]
-            left = [number for number in numbers if number not in gone]
+            left = [each.number for each in self._regions.values() if each.place == wanted and each.number not in gone]
             if not left:
                 raise ArgumentError(f"dereg_list: wanted registered memory, got {nbytes} bytes at {address:#x}")
             if left[0] in used:
@@ -206,8 +202,8 @@ class nixl_agent:  # noqa: N801  # as there
         self, agent_name: str | bytes, xfer_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
     ) -> nixl_prepped_dlist_handle:
         check_backends(backends)
-        descs, name = descriptors.read(xfer_list, mem_type), _text(agent_name)
-        if name in _SELF:
+        descs, name = descriptors.read(xfer_list, mem_type), handles.as_text(agent_name)
+        if name in handles.SELF:
             return self._prepare(None, descs, self._regions.values(), "this agent")
         peer = self._rank_of(name)
         own = self._regions.values() if peer == self._comm.rank else self._remote.get(peer, ())
@@ -227,10 +223,8 @@ class nixl_agent:  # noqa: N801  # as there
         check_backends(backends)
         if operation not in _OPERATIONS:
             raise ArgumentError(f"operation: wanted WRITE or READ, got {operation!r}")
-        sides = [each for each in (local_xfer_side, remote_xfer_side) if isinstance(each, nixl_prepped_dlist_handle)]
-        if len(sides) < 2 or sides[0].peer is not None or sides[1].peer is None:
-            raise ArgumentError("local_xfer_side, remote_xfer_side: wanted one of NIXL_INIT_AGENT and one of an agent")
-        here, there = (_index(each, name) for each, name in ((local_indices, "local"), (remote_indices, "remote")))
+        peer = handles.check_sides(local_xfer_side, remote_xfer_side)
+        here, there = handles.as_index(local_indices, "local"), handles.as_index(remote_indices, "remote")
         if len(here) != len(there) or not 0 < len(here) <= MOST_PIECES:
             wanted = f"as many local as remote ones, 1 to {MOST_PIECES}"
             raise ArgumentError(f"descriptors: wanted {wanted}, got {len(here)} and {len(there)}")
@@ -246,7 +240,7 @@ class nixl_agent:  # noqa: N801  # as there
             (int(own), int(other), np.ascontiguousarray(rows[(pairs == (own, other)).all(axis=1)]))
             for own, other in np.unique(pairs, axis=0)
         ]
-        return nixl_xfer_handle(self, _OPERATIONS[operation], remote_xfer_side.peer, parts, _bytes(notif_msg))
+        return nixl_xfer_handle(self, _OPERATIONS[operation], peer, parts, handles.as_bytes(notif_msg))
 
     def initialize_xfer(
         self,
@@ -267,7 +261,7 @@ class nixl_agent:  # noqa: N801  # as there
             raise ArgumentError("transfer: wanted a transfer that is over, got one in flight")
         if any(own not in self._buffers for own, _, _ in handle._parts):
             raise ArgumentError("transfer: wanted registered memory here, got some that was deregistered")
-        handle._notif = _bytes(notif_msg) or handle._notif
+        handle._notif = handles.as_bytes(notif_msg) or handle._notif
         handle._works, handle.error = [], None
         handle._told, handle._over = not handle._notif, False
         try:
@@ -361,8 +355,8 @@ class nixl_agent:  # noqa: N801  # as there
         backends: Sequence[str] = (),
         tag_is_prefix: bool = True,
     ) -> bool:
-        tag = _bytes(lookup_tag, "lookup_tag")
-        held = self.update_notifs(backends).get(_text(remote_agent_name), [])
+        tag = handles.as_bytes(lookup_tag, "lookup_tag")
+        held = self.update_notifs(backends).get(handles.as_text(remote_agent_name), [])
         for at, message in enumerate(held):
             if message.startswith(tag) if tag_is_prefix else tag in message:
                 del held[at]
@@ -372,7 +366,7 @@ class nixl_agent:  # noqa: N801  # as there
     def send_notif(self, remote_agent_name: str | bytes, notif_msg: bytes | str, backend: str | None = None) -> None:
         """Returns when it is under way; what finds the peer's ring full goes on with the next call for that peer."""
         check_backends([] if backend is None else [backend])
-        self._notifications.post(self._rank_of(remote_agent_name), _bytes(notif_msg))
+        self._notifications.post(self._rank_of(remote_agent_name), handles.as_bytes(notif_msg))
 
     # What there is not.
 
@@ -387,9 +381,9 @@ class nixl_agent:  # noqa: N801  # as there
     prep_mem_view = release_mem_view = get_plugin_params = get_backend_params = _refuse
 
     def _rank_of(self, name: str | bytes) -> int:
-        if _text(name) not in self._names:
-            raise ArgumentError(f"agent: wanted one of {self._names}, got {_text(name)!r}")
-        return self._names.index(_text(name))
+        if handles.as_text(name) not in self._names:
+            raise ArgumentError(f"agent: wanted one of {self._names}, got {handles.as_text(name)!r}")
+        return self._names.index(handles.as_text(name))
 
     def _prepare(
         self, peer: int | None, descs: Descriptors, regions: Iterable[Region], whose: str
@@ -401,23 +395,3 @@ class nixl_agent:  # noqa: N801  # as there
                 f"descs: wanted registered {descs.memory} of {whose}, got {nbytes} bytes at {address:#x}"
             )
         return nixl_prepped_dlist_handle(peer, descs, numbers, offsets)
-
-
-def _index(values: Any, name: str) -> Rows:
-    try:
-        found = np.asarray(values)
-    except (TypeError, ValueError):  # a GPU's tensor; rows of several lengths
-        raise ArgumentError(f"{name}_indices: wanted a list of whole numbers, got {values!r}") from None
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise ArgumentError(f"{name}_indices: wanted a list of whole numbers, got {found.dtype} of shape {found.shape}")
-    return found.astype(np.int64)
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
-
-
-def _bytes(message: bytes | str, name: str = "notif_msg") -> bytes:
-    if not isinstance(message, bytes | bytearray | str):
-        raise ArgumentError(f"{name}: wanted bytes, got {message!r}")
-    return message.encode() if isinstance(message, str) else bytes(message)

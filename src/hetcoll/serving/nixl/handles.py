@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from ... import ArgumentError, Communicator, HetcollError, Work
 from .descriptors import Descriptors, Rows
+
+SELF = ("", "NIXL_INIT_AGENT")
+"""What programs call the agent itself."""
 
 _BACKENDS = ("HETCOLL", "UCX")  # the second is what programs ask for without a wish
 
@@ -14,6 +19,32 @@ _BACKENDS = ("HETCOLL", "UCX")  # the second is what programs ask for without a 
 def check_backends(names: Sequence[str]) -> None:
     if unknown := [name for name in names if name not in _BACKENDS]:
         raise ArgumentError(f"backends: wanted {' or '.join(_BACKENDS)}, got {unknown}: hetcoll has no storage")
+
+
+def check_name(name: str) -> str:
+    if not isinstance(name, str) or name in SELF:
+        raise ArgumentError(f"agent_name: wanted a name, got {name!r}")
+    return name
+
+
+def as_index(values: Any, name: str) -> Rows:
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError):  # a GPU's tensor; rows of several lengths
+        raise ArgumentError(f"{name}_indices: wanted a list of whole numbers, got {values!r}") from None
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ArgumentError(f"{name}_indices: wanted a list of whole numbers, got {found.dtype} of shape {found.shape}")
+    return found.astype(np.int64)
+
+
+def as_text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def as_bytes(message: bytes | str, name: str = "notif_msg") -> bytes:
+    if not isinstance(message, bytes | bytearray | str):
+        raise ArgumentError(f"{name}: wanted bytes, got {message!r}")
+    return message.encode() if isinstance(message, str) else bytes(message)
 
 
 class Agent(Protocol):
@@ -65,3 +96,11 @@ class nixl_xfer_handle:  # noqa: N801  # as there
         """ArgumentError while it is in flight: its memory may still be read or written."""
         if self._works is not None and self._agent.check_xfer_state(self) == "PROC":
             raise ArgumentError("release: wanted a transfer that is over, got one in flight, which cannot be cancelled")
+
+
+def check_sides(local: nixl_prepped_dlist_handle, remote: nixl_prepped_dlist_handle) -> int:
+    """The other agent's rank."""
+    ours = isinstance(local, nixl_prepped_dlist_handle) and local.peer is None
+    if not ours or not isinstance(remote, nixl_prepped_dlist_handle) or remote.peer is None:
+        raise ArgumentError("local_xfer_side, remote_xfer_side: wanted one of NIXL_INIT_AGENT and one of an agent")
+    return remote.peer
