@@ -236,6 +236,9 @@ def test_a_rank_that_dies_costs_no_more_than_the_hand_off(dies: int) -> None:
         ({"slots": 0}, "kv_connector_extra_config: slots: wanted 1 or more, got 0"),
         ({"prefill_ranks": 3}, "tensor_parallel_size: wanted 3, as prefill_ranks says, got 2"),
         ({"timeout": 0}, "timeout: wanted seconds above 0, got 0"),
+        ({"timeout": "60"}, "timeout: wanted seconds above 0, got '60'"),
+        ({"layerwise": "false"}, "layerwise: wanted a bool, got 'false'"),
+        ({"address": 29600}, "address: wanted a str, got 29600"),
         ({"address": "here"}, "address: wanted host:port of rank 0, here or in HETCOLL_MASTER"),
     ],
 )

@@ -14,6 +14,7 @@ from ... import ArgumentError, Communicator
 from ...calls import check_int
 from ...calls.buffers import read_buffer
 from ...job import at_address
+from ...types import as_seconds
 from ..handoff import Handoff
 from ..layouts import CacheLayout
 
@@ -47,8 +48,11 @@ class Settings:
             if check_int(getattr(found, name), name) < 1:
                 raise ArgumentError(f"{_OURS}: {name}: wanted 1 or more, got {getattr(found, name)}")
         for name in ("timeout", "init_timeout"):
-            if not getattr(found, name) > 0:
+            if as_seconds(getattr(found, name)) is None:
                 raise ArgumentError(f"{_OURS}: {name}: wanted seconds above 0, got {getattr(found, name)!r}")
+        for name, kind in (("address", str), ("layerwise", bool)):  # "false" would be true
+            if not isinstance(getattr(found, name), kind):
+                raise ArgumentError(f"{_OURS}: {name}: wanted a {kind.__name__}, got {getattr(found, name)!r}")
         return found
 
 
