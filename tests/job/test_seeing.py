@@ -198,6 +198,15 @@ def scraped(comm: hetcoll.Communicator) -> str:
         comm.allreduce(f32(1))
     part = comm.split(0)
     prometheus.register(part, other := CollectorRegistry())
+    part.abort("what it has counted is of use then")
+    assert b"hetcoll_collectives_total{" in generate_latest(other)
+    if (child := os.fork()) == 0:
+        empty = False
+        try:
+            empty = generate_latest(other) == b""  # it is the parent's
+        finally:
+            os._exit(not empty)
+    assert os.waitpid(child, 0)[1] == 0
     part.close()
     assert generate_latest(other) == b""
     return generate_latest(registry).decode()

@@ -17,6 +17,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..errors import ClosedError
+
 # What can fall again; all others only rise.
 _GAUGES = ("residual_bytes", "memory_intervals", "memory_bytes", "memory_idle_bytes")
 
@@ -30,12 +32,6 @@ class Counting(Protocol):
     @property
     def size(self) -> int: ...
 
-    @property
-    def closed(self) -> bool: ...
-
-    @property
-    def error(self) -> Exception | None: ...
-
     def counters(self) -> Mapping[str, int]: ...
 
 
@@ -48,10 +44,14 @@ class CommunicatorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         comm = self._comm()
-        if comm is None or comm.closed or comm.error is not None:
+        if comm is None:
+            return
+        try:
+            counters = comm.counters()
+        except ClosedError:  # or the parent's, of a forked process
             return
         labels = {"rank": str(comm.rank), "size": str(comm.size)}
-        for name, value in comm.counters().items():
+        for name, value in counters.items():
             kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
             family = kind(f"hetcoll_{name}", f"Communicator.counters: {name}", labels=list(labels))
             family.add_metric(list(labels.values()), value)
