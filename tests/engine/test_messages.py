@@ -9,6 +9,7 @@ import pytest
 from ranks import Ranks
 
 import hetcoll
+from hetcoll.calls.buffers import Buffer
 
 
 def _interleave(comm: hetcoll.Communicator) -> None:
@@ -43,12 +44,15 @@ def _round_the_ring(comm: hetcoll.Communicator) -> None:
         comm.send(np.full(3, 7.0), 0)
     wide = np.full(1000 + me, me)  # as above, from a rank that looks like those two
     far = max(n, (me + 1) % n << 16 | (me - 1) % n)
+    on_gpu = Buffer(64, 2, hetcoll.DType.FLOAT64, None, "cuda")
     for wrong in (
         lambda: comm.sendrecv(np.zeros(2), n, np.zeros(2), me),
         lambda: comm.sendrecv(np.zeros(2), me, np.zeros(2), -1),
         lambda: comm.sendrecv(wide, 0, np.empty(1000 + (me - 1) % n, int), far),
         lambda: comm.sendrecv(np.zeros(2), me, np.zeros(2), (me + 1) % n),
         lambda: comm.sendrecv(np.zeros(2), me, np.zeros(2, np.int8), me),
+        lambda: comm.sendrecv(np.zeros(2), (me + 1) % n, on_gpu, (me - 1) % n),
+        lambda: comm.sendrecv(on_gpu, (me + 1) % n, np.zeros(2), (me - 1) % n),
     ):
         with pytest.raises((hetcoll.ArgumentError, hetcoll.BufferTypeError)):
             wrong()

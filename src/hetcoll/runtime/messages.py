@@ -95,6 +95,8 @@ def both_ways(
     recv = read_buffer(recvbuf, "recvbuf", writable=True)
     if send.dtype is not recv.dtype:
         raise BufferTypeError(f"sendbuf and recvbuf: wanted one dtype, got {send.dtype.label} and {recv.dtype.label}")
+    if (send.device, send.index) != (recv.device, recv.index):
+        raise BufferTypeError(f"sendbuf and recvbuf: wanted memory of one device, got {send.place} and {recv.place}")
     if send.overlaps(recv):
         raise ArgumentError("sendbuf and recvbuf overlap")
     if (to == core.rank) != (origin == core.rank):
