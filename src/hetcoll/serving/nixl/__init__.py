@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -69,9 +70,10 @@ class nixl_agent:  # noqa: N801  # as there
 
     def close(self) -> None:
         """Take all memory back, and leave. Waits for transfers that are at it, since the communicator stays open."""
+        deadline = time.monotonic() + self._side.core.config.timeout
         for work in [] if self._owns else [work for handle in self._flying for work in handle._works or ()]:
             with contextlib.suppress(HetcollError):
-                work.wait()
+                work.wait(max(deadline - time.monotonic(), 1e-3))
         for number in list(self._regions):
             self._close_region(number)
         self._mappings.close()
