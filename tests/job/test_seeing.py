@@ -149,6 +149,27 @@ def test_a_signal_prints_the_last_calls_where_that_is_asked_for(asked: str) -> N
         assert done.returncode == -signal.SIGUSR2
 
 
+SIGNALLED_IN_CHILD = """
+import os, signal
+import numpy as np
+import hetcoll
+with hetcoll.init() as comm:
+    comm.allreduce(np.ones(9))
+    if (child := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_child_prints_none_of_its_parents_calls() -> None:
+    env = {**os.environ, "HETCOLL_SIGUSR2": "1"}
+    words = [sys.executable, "-c", SIGNALLED_IN_CHILD]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 1" not in done.stderr
+
+
 COLLECTED = """
 import gc, threading
 from hetcoll.health.status_report import innermost_frames

@@ -166,6 +166,7 @@ def listen() -> None:
 
 
 def _print(_number: int, _frame: object) -> None:
-    for recorder in list(_recorders):
+    # A parent's in a forked child: another thread may have held the engine's lock then, and never gives it back here.
+    for recorder in [each for each in _recorders if not each._engine.forked]:
         sys.stderr.write(recorder.dump(_SHOWN) + "\n")
     sys.stderr.flush()
