@@ -114,7 +114,7 @@ class Work:
         if not self.done:
             import asyncio  # most programs have no loop, and imports count
 
-            loop = asyncio.get_running_loop()
+            loop, since = asyncio.get_running_loop(), time.monotonic()
             over = asyncio.Event()
 
             def tell(_: Work) -> None:
@@ -123,6 +123,8 @@ class Work:
 
             self.add_done_callback(tell)
             yield from over.wait().__await__()
+            if not self.done:  # a one-sided message, which stays in flight
+                self._check_limit(time.monotonic() - since)
         self.wait()
 
     def _check_limit(self, waited: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 from ranks import Ranks, wait_until
 
 import hetcoll
+from hetcoll.runtime.one_sided import Window
+from hetcoll.runtime.transfers import Transfer
 
 Pool = Callable[..., Ranks]
 COUNT = 50_000  # 400 kB: several slots, so that operations are in flight for a while
@@ -163,6 +166,22 @@ def _awaits_too_long(comm: hetcoll.Communicator, tag: int) -> str:
 def test_a_work_that_is_awaited_for_too_long_is_over(tag: int) -> None:
     with Ranks(2, {"HETCOLL_TIMEOUT": "1"}) as some:
         assert some.run(_awaits_too_long, tag) == ["CollectiveTimeoutError"] * 2
+
+
+def _awaits_a_signal(comm: hetcoll.Communicator) -> None:
+    async def main(window: Window) -> None:
+        with pytest.raises(hetcoll.CollectiveTimeoutError, match="a one-sided message is not over after"):
+            await window.wait_signal(async_op=True)
+
+    with comm.window() as window:
+        with unittest.mock.patch.object(Transfer, "wait", side_effect=AssertionError("the loop stands still")):
+            asyncio.run(main(window))
+        comm.barrier(timeout=30)
+
+
+def test_a_signal_that_is_awaited_for_too_long_does_not_hold_the_loop() -> None:
+    with Ranks(2, {"HETCOLL_TIMEOUT": "2"}) as some:
+        some.run(_awaits_a_signal)
 
 
 def _awaits_one_that_left(comm: hetcoll.Communicator) -> str:
