@@ -193,6 +193,11 @@ def close_windows(comm: hetcoll.Communicator, config: dict[str, Any]) -> int:
     assert back.tolist() == [0, 0, 0, 1 - comm.rank, 1 - comm.rank, 0, 0, 0]
     with pytest.raises(CollectiveTimeoutError, match=r"wait_signal\(0, 2\) is not over after 0.05 s"):
         other.wait_signal(0, 2, timeout=0.05)
+    held = len(other._side._pending)
+    for _ in range(20):
+        with pytest.raises(CollectiveTimeoutError):
+            other.wait_signal(0, 2, timeout=1e-3)
+    assert len(other._side._pending) == held, "nobody can wait for those any more"
     comm.barrier()
     with pytest.raises(ClosedError):
         window.get(src, 1 - comm.rank) if comm.rank else window.put(src, 1)

@@ -92,7 +92,8 @@ class OneSided:
 
     def begun(self, ticket: _native.Ticket, keep: Any, what: str, async_op: bool, seconds: float) -> Work:
         """The Work of what was started; over, unless it is asynchronous."""
-        self._keep(ticket, keep)
+        if keep is not None:  # who waits for a signal again and again, as servers do, would keep every attempt
+            self._keep(ticket, keep)
         if async_op:
             return Transfer(self, ticket, keep, what)
         self.finish(ticket, seconds, what)
