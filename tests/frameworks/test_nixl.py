@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import os
 import signal
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ from nixl_interface import CONFIG, METHODS
 from ranks import Ranks, wait_until
 
 import hetcoll
-from hetcoll import ArgumentError
+from hetcoll import ArgumentError, ClosedError
 from hetcoll.serving.nixl import nixl_agent, nixl_agent_config
 
 Pool = Callable[..., Ranks]
@@ -323,6 +325,28 @@ def all_or_none(comm: hetcoll.Communicator) -> None:
 
 def test_memory_is_taken_back_all_or_none(pool: Pool) -> None:
     pool(2).run(all_or_none, timeout=60)
+
+
+def heard_and_failed(comm: hetcoll.Communicator) -> None:
+    """What comes together with a message between agents whose answer finds nobody."""
+    with nixl_agent(NAMES[comm.rank], nixl_agent_config(comm=comm)) as agent:
+        if comm.rank == 1:
+            agent.send_notif(NAMES[0], b"heard")
+            agent._notifications.post(0, json.dumps(["mapped", 5]).encode(), inner=True)
+            wait_until(lambda: agent._notifications.pump(0), 60)
+        comm.barrier()
+        if comm.rank == 0:
+            with (
+                unittest.mock.patch.object(agent._mappings, "_tell", side_effect=ClosedError("it left")),
+                pytest.raises(ClosedError),
+            ):
+                agent.get_new_notifs()
+            assert agent.get_new_notifs() == {NAMES[1]: [b"heard"]}
+        comm.barrier()
+
+
+def test_a_failure_between_agents_loses_no_notification(pool: Pool) -> None:
+    pool(2).run(heard_and_failed)
 
 
 def test_an_agent_that_is_not_made_leaves_no_communicator() -> None:

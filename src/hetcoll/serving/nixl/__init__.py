@@ -297,8 +297,7 @@ class nixl_agent:  # noqa: N801  # as there
 
     def _progress(self) -> None:
         """Tell of what is over, also where the program only looks for what others tell; and take what these do."""
-        for sender, messages in self._notifications.take().items():
-            self._come.setdefault(sender, []).extend(messages)
+        self._notifications.take(self._come)
         self._flying = [each for each in self._flying if self._state(each) == "PROC"]
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:

@@ -54,9 +54,8 @@ class Notifications:
             works.popleft().wait()
         return not waiting and not works
 
-    def take(self) -> dict[int, list[bytes]]:
-        """What has come for the program since the last call, by sender."""
-        found: dict[int, list[bytes]] = {}
+    def take(self, found: dict[int, list[bytes]]) -> None:
+        """Add what has come for the program since the last call, by sender: also where `hear` raises."""
         for sender, partial in enumerate(self._partial):
             while self._taken[sender] < self._rings.signal(sender):
                 slot = self._ring[sender, int(self._taken[sender]) % _SLOTS].tobytes()
@@ -70,7 +69,6 @@ class Notifications:
                         self._hear(sender, message)
                     else:
                         found.setdefault(sender, []).append(message)
-        return found
 
     def close(self) -> None:
         self._rings.close()
