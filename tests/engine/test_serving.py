@@ -138,6 +138,7 @@ def hand_over(comm: hetcoll.Communicator, senders: list[int], receivers: list[in
                 receiving.arrived("0")
             with pytest.raises(ArgumentError, match="timeout: wanted seconds above 0, got 'a'"):
                 receiving.wait(0, "a")
+            receiving.wait(True)  # the whole number 1, not NumPy's index
             for layer in range(LAYERS):
                 receiving.wait(layer)
                 target[layer][:, to_blocks] = source[layer][:, from_blocks]

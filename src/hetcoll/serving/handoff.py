@@ -286,7 +286,8 @@ class Receiving:
         `CollectiveTimeoutError` after `timeout` seconds (default: the communicator's), `CommunicationError` where a
         sender has ended the request without it, `PeerLostError` where a rank is gone.
         """
-        window, at = self._handoff._signal(self._slot, self._check(layer))
+        layer = self._check(layer)
+        window, at = self._handoff._signal(self._slot, layer)
         wanted = self._wanted(layer)
         if stream is not None:
             window.wait_signal(at, wanted, stream=stream)
