@@ -244,6 +244,11 @@ def mistakes(agent: Any, handle: Any, array: Any, other: str) -> None:
         (lambda: agent.transfer(handle, 5), "notif_msg: wanted bytes, got 5"),
         (lambda: agent.send_notif(other, None), "notif_msg: wanted bytes, got None"),
         (lambda: agent.check_remote_xfer_done(other, None), "lookup_tag: wanted bytes, got None"),
+        (lambda: agent.check_remote_xfer_done(other, b"", None), "backends: wanted a list of names, got None"),
+        (lambda: agent.transfer(None), "handle: wanted one of make_prepped_xfer or initialize_xfer, got None"),
+        (lambda: agent.release_xfer_handle("h"), "handle: wanted one of make_prepped_xfer"),
+        (lambda: agent.get_serialized_descs([]), "descs: wanted one or more arrays"),
+        (lambda: nixl_agent("new", object()), "nixl_conf: wanted hetcoll.serving.nixl's nixl_agent_config, got"),
         (lambda: nixl_agent(None), "agent_name: wanted a name, got None"),
         (lambda: nixl_agent("NIXL_INIT_AGENT"), "agent_name: wanted a name, got 'NIXL_INIT_AGENT'"),
     ]:

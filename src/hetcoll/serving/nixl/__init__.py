@@ -43,7 +43,7 @@ class nixl_agent:  # noqa: N801  # as there
         self, agent_name: str, nixl_conf: nixl_agent_config | None = None, instantiate_all: bool = False
     ) -> None:
         self.name = handles.check_name(agent_name)
-        comm = nixl_conf.comm if nixl_conf is not None else None
+        comm = handles.comm_of(nixl_conf)
         self._owns = comm is None
         self._comm = hetcoll.init() if comm is None else comm
         with contextlib.ExitStack() as undo:
@@ -162,7 +162,8 @@ class nixl_agent:  # noqa: N801  # as there
         self, descs: Descriptors | None, inc_conn_info: bool = False, backends: Sequence[str] = ()
     ) -> bytes:
         check_backends(backends)
-        wanted = None if descs is None else {(descs.memory, address, nbytes) for address, nbytes, _ in descs}
+        named = None if descs is None else descriptors.read(descs, None)
+        wanted = None if named is None else {(named.memory, address, nbytes) for address, nbytes, _ in named}
         regions = [each for each in self._regions.values() if wanted is None or each.place in wanted]
         return json.dumps({"job": self._job, "agent": self.name, "regions": regions}).encode()
 
@@ -190,10 +191,10 @@ class nixl_agent:  # noqa: N801  # as there
         peer = self._rank_of(agent)
         if peer not in self._remote or descs is None:
             return peer in self._remote
-        return bool((descriptors.place(descs, self._remote[peer])[0] >= 0).all())
+        return bool((descriptors.place(descriptors.read(descs, None), self._remote[peer])[0] >= 0).all())
 
     def get_serialized_descs(self, descs: Descriptors) -> bytes:
-        return descs.to_bytes()
+        return descriptors.read(descs, None).to_bytes()
 
     def deserialize_descs(self, serialized_descs: bytes) -> Descriptors:
         return Descriptors.from_bytes(serialized_descs)
@@ -259,7 +260,7 @@ class nixl_agent:  # noqa: N801  # as there
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes | str = b"") -> str:
         """Its state: `check_xfer_state`."""
-        if handle._works is not None and self.check_xfer_state(handle) == "PROC":
+        if handles.check_handle(handle)._works is not None and self.check_xfer_state(handle) == "PROC":
             raise ArgumentError("transfer: wanted a transfer that is over, got one in flight")
         if any(own not in self._buffers for own, _, _ in handle._parts):
             raise ArgumentError("transfer: wanted registered memory here, got some that was deregistered")
@@ -302,7 +303,7 @@ class nixl_agent:  # noqa: N801  # as there
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
         """DONE, PROC, or ERR: then the handle's `error` says why."""
-        if handle._works is None:
+        if handles.check_handle(handle)._works is None:
             raise ArgumentError("check_xfer_state: wanted a transfer that was posted")
         self._progress()
         return self._state(handle)
@@ -331,7 +332,7 @@ class nixl_agent:  # noqa: N801  # as there
         return "HETCOLL"
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
-        handle.release()
+        handles.check_handle(handle).release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
         handle.release()

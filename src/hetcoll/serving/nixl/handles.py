@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,8 @@ _BACKENDS = ("HETCOLL", "UCX")  # the second is what programs ask for without a 
 
 
 def check_backends(names: Sequence[str]) -> None:
+    if not isinstance(names, Iterable):
+        raise ArgumentError(f"backends: wanted a list of names, got {names!r}")
     if unknown := [name for name in names if name not in _BACKENDS]:
         raise ArgumentError(f"backends: wanted {' or '.join(_BACKENDS)}, got {unknown}: hetcoll has no storage")
 
@@ -104,3 +106,15 @@ def check_sides(local: nixl_prepped_dlist_handle, remote: nixl_prepped_dlist_han
     if not ours or not isinstance(remote, nixl_prepped_dlist_handle) or remote.peer is None:
         raise ArgumentError("local_xfer_side, remote_xfer_side: wanted one of NIXL_INIT_AGENT and one of an agent")
     return remote.peer
+
+
+def check_handle(handle: nixl_xfer_handle) -> nixl_xfer_handle:
+    if not isinstance(handle, nixl_xfer_handle):
+        raise ArgumentError(f"handle: wanted one of make_prepped_xfer or initialize_xfer, got {handle!r}")
+    return handle
+
+
+def comm_of(config: nixl_agent_config | None) -> Communicator | None:
+    if config is not None and not isinstance(config, nixl_agent_config):
+        raise ArgumentError(f"nixl_conf: wanted hetcoll.serving.nixl's nixl_agent_config, got {config!r}")
+    return None if config is None else config.comm
