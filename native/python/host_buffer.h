@@ -34,7 +34,7 @@ class HostBuffer {
     if (known.IsArray(object)) return ReadArray(*reinterpret_cast<const NumpyArray*>(object), writable);
     if (const KnownTypes::Export function = known.FindExport(Py_TYPE(object))) return ReadTensor(object, function);
     if (known.IsMemory(object)) return ReadMemory(*nanobind::inst_ptr<Memory>(object));
-    return ReadBuffer(object, writable);
+    return !known.IsMasked(object) && ReadBuffer(object, writable);
   }
 
   // From now on instances of `probe`'s very type, numpy.ndarray, are read directly; false where they do not look as

@@ -99,6 +99,12 @@ class KnownTypes {
 
   void SetArrayType(PyTypeObject* type) { array_type_.store(Kept(type), std::memory_order_release); }
   bool IsArray(PyObject* object) const { return Py_TYPE(object) == array_type_.load(std::memory_order_acquire); }
+  // Of a kind of arrays whose masks say which elements count: numpy.ma.
+  bool IsMasked(PyObject* object) const {
+    PyTypeObject* array = array_type_.load(std::memory_order_acquire);
+    return array != nullptr && PyObject_TypeCheck(object, array) != 0 &&
+           PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "mask") != 0;
+  }
 
   void SetMemoryType(PyTypeObject* type) { memory_type_.store(Kept(type), std::memory_order_release); }
   bool IsMemory(PyObject* object) const { return Py_TYPE(object) == memory_type_.load(std::memory_order_acquire); }

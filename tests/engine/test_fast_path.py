@@ -77,6 +77,7 @@ def frozen(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         np.zeros(4, "datetime64[s]"),
         np.zeros(4, ">f8"),
         np.zeros(4)[::2],
+        np.ma.MaskedArray(np.zeros(4), [True, False, True, False]),
         b"fixed",
         None,
         3,
