@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -13,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import ArgumentError, BufferTypeError, Communicator
-from ..calls import check_int
 from ..runtime import reshard as runtime
 from ..runtime.reshard import Layout
 from .process_group import HetcollProcessGroup
@@ -34,7 +34,7 @@ def layout(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) ->
     DTensor, also where shards are uneven or empty, or those of FSDP2 over tensor parallel. ArgumentError for
     ``Partial``, for other kinds, and for a mesh that has a rank twice.
     """
-    extent = tuple(check_int(each, "shape") for each in _listed(shape, "shape"))
+    extent = tuple(_whole(each, "shape") for each in _listed(shape, "shape"))
     ranks, places = _grid(mesh), _listed(placements, "placements")
     cuts: list[int | None] = []
     for placement in places:
@@ -54,6 +54,13 @@ def _listed(values: Any, name: str) -> tuple[Any, ...]:
         return tuple(values)
     except TypeError:
         raise ArgumentError(f"{name}: wanted a list, got {values!r}") from None
+
+
+def _whole(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise BufferTypeError(f"{name}: wanted a whole number, got {value!r}") from None
 
 
 def _grid(mesh: Mesh) -> torch.Tensor:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .. import ANY_SOURCE, Communicator
+from .. import ANY_SOURCE, ArgumentError, Communicator
 from .. import Work as Operation
-from ..calls import check_rank
 from ..types import Format
 from .failures import translated
 from .launch import BATCHES, LaneName, Launcher, Place, Start
@@ -39,12 +38,17 @@ class Messages(Launcher):
         self._halves: tuple[Halves, Halves] = ([], [])  # sends to itself, and receives from itself
         self._sources: dict[Communicator, Sources] = {}
 
+    def _peer(self, rank: int, name: str) -> int:
+        if not 0 <= rank < self._place.size:
+            raise ArgumentError(f"{name}: wanted a rank in [0, {self._place.size}), got {rank}")
+        return rank
+
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> dist.Work:
         """Start to send one tensor to `dst_rank` of the group."""
         (tensor,) = tensors
         if tag:
             tag = self._matched(tensor, tag)
-        if check_rank(dst_rank, self._place.size, "dst") == self._place.rank:
+        if self._peer(dst_rank, "dst") == self._place.rank:
             return self._to_self(tensor, None, tag)
         memory, comm = flat(tensor), self._comm
         if tag:
@@ -63,7 +67,7 @@ class Messages(Launcher):
         (tensor,) = tensors
         if tag:
             tag = self._matched(tensor, tag)
-        if check_rank(src_rank, self._place.size, "src") == self._place.rank:
+        if self._peer(src_rank, "src") == self._place.rank:
             return self._to_self(None, tensor, tag)
         memory, comm = flat(tensor), self._comm
         if tag:
@@ -194,7 +198,7 @@ class Messages(Launcher):
         """
         works, rank = [], self.rank()
         for each in operations:  # before anything moves
-            check_rank(each.group_peer, self._place.size, "peer")
+            self._peer(each.group_peer, "peer")
             if each.tag:
                 self._matched(each.tensor, each.tag)
         if not all(each.tensor.is_cpu for each in operations):

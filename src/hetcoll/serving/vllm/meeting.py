@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import ArgumentError, Communicator
-from ...calls import check_int
+from ...calls import check_int, check_seconds
 from ...calls.buffers import read_buffer
 from ...job import at_address
-from ...types import as_seconds
 from ..handoff import Handoff
 from ..layouts import CacheLayout
 
@@ -48,8 +47,11 @@ class Settings:
             if check_int(getattr(found, name), name) < 1:
                 raise ArgumentError(f"{_OURS}: {name}: wanted 1 or more, got {getattr(found, name)}")
         for name in ("timeout", "init_timeout"):
-            if as_seconds(getattr(found, name)) is None:
-                raise ArgumentError(f"{_OURS}: {name}: wanted seconds above 0, got {getattr(found, name)!r}")
+            try:
+                check_seconds(getattr(found, name))
+            except ArgumentError:
+                got = repr(getattr(found, name))
+                raise ArgumentError(f"{_OURS}: {name}: wanted seconds above 0, got {got}") from None
         for name, kind in (("address", str), ("layerwise", bool)):  # "false" would be true
             if not isinstance(getattr(found, name), kind):
                 raise ArgumentError(f"{_OURS}: {name}: wanted a {kind.__name__}, got {getattr(found, name)!r}")
