@@ -292,8 +292,10 @@ def a_tagged_message_of_a_lost_rank(store: dist.Store, rank: int, size: int) -> 
     x = torch.empty(2)
     if rank == 0:
         dist.send(torch.ones(2), 1, tag=1)
+        store.wait(["received"])  # an abort would end that message, too
     if rank == 1:
         dist.recv(x, 0, tag=1)
+        store.set("received", "")
         with pytest.raises(dist.DistBackendError) as caught:
             dist.recv(x, 0, tag=2)
         assert isinstance(caught.value, hetcoll.PeerLostError | hetcoll.AbortedError), caught.value
