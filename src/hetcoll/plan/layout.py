@@ -9,14 +9,22 @@ Examples
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, BufferTypeError
 
 Box = tuple[tuple[int, int], ...]
 """A block of an array: where it begins and ends in each dimension."""
+
+
+def _extent(value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # what has none is told
+    except TypeError:
+        raise BufferTypeError(f"shape: wanted a whole number, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,8 @@ class Layout:
     ------
     ArgumentError
         There is no such mesh, or no such dimension of the array.
+    BufferTypeError
+        An extent of the array is no whole number.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +52,7 @@ class Layout:
     order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(map(_extent, self.shape)))
         if min(self.shape, default=0) < 0:
             raise ArgumentError(f"shape: wanted extents of 0 or more, got {self.shape}")
         if min(self.mesh, default=1) < 1 or math.prod(self.mesh) != len(self.ranks):

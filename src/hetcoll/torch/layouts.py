@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -34,7 +33,7 @@ def layout(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) ->
     DTensor, also where shards are uneven or empty, or those of FSDP2 over tensor parallel. ArgumentError for
     ``Partial``, for other kinds, and for a mesh that has a rank twice.
     """
-    extent = tuple(_whole(each, "shape") for each in _listed(shape, "shape"))
+    extent = _listed(shape, "shape")
     ranks, places = _grid(mesh), _listed(placements, "placements")
     cuts: list[int | None] = []
     for placement in places:
@@ -54,13 +53,6 @@ def _listed(values: Any, name: str) -> tuple[Any, ...]:
         return tuple(values)
     except TypeError:
         raise ArgumentError(f"{name}: wanted a list, got {values!r}") from None
-
-
-def _whole(value: Any, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise BufferTypeError(f"{name}: wanted a whole number, got {value!r}") from None
 
 
 def _grid(mesh: Mesh) -> torch.Tensor:
