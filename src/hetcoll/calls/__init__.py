@@ -152,10 +152,10 @@ def check_int(value: object, name: str) -> int:
     return number
 
 
-def check_seconds(timeout: Any) -> float:
+def check_seconds(timeout: Any, name: str = "timeout") -> float:
     """ArgumentError for what `types.as_seconds` does not take."""
     if (found := as_seconds(timeout)) is None:
-        raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
+        raise ArgumentError(f"{name}: wanted seconds above 0, got {timeout!r}")
     return found
 
 

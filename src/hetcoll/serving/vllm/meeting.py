@@ -47,11 +47,7 @@ class Settings:
             if check_int(getattr(found, name), name) < 1:
                 raise ArgumentError(f"{_OURS}: {name}: wanted 1 or more, got {getattr(found, name)}")
         for name in ("timeout", "init_timeout"):
-            try:
-                check_seconds(getattr(found, name))
-            except ArgumentError:
-                got = repr(getattr(found, name))
-                raise ArgumentError(f"{_OURS}: {name}: wanted seconds above 0, got {got}") from None
+            check_seconds(getattr(found, name), f"{_OURS}: {name}")
         for name, kind in (("address", str), ("layerwise", bool)):  # "false" would be true
             if not isinstance(getattr(found, name), kind):
                 raise ArgumentError(f"{_OURS}: {name}: wanted a {kind.__name__}, got {getattr(found, name)!r}")
