@@ -136,13 +136,19 @@ def pieces(
     return here[begins], there[begins], lengths
 
 
-def _blocks(blocks: Numbers, most: int, name: str) -> Column:
+def whole_numbers(values: Numbers, name: str) -> Column:
+    """ArgumentError unless it is a sequence of these."""
     try:
-        found = np.asarray(blocks)
+        found = np.asarray(values)
     except (TypeError, ValueError):  # a GPU's tensor; rows of several lengths
-        raise ArgumentError(f"{name}: wanted a sequence of whole numbers, got {blocks!r}") from None
+        raise ArgumentError(f"{name}: wanted a sequence of whole numbers, got {values!r}") from None
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise ArgumentError(f"{name}: wanted a sequence of whole numbers, got {blocks!r}")
+        raise ArgumentError(f"{name}: wanted a sequence of whole numbers, got {values!r}")
+    return found.astype(np.int64)
+
+
+def _blocks(blocks: Numbers, most: int, name: str) -> Column:
+    found = whole_numbers(blocks, name)
     if found.size and not (int(found.min()) >= 0 and int(found.max()) < most):
         raise ArgumentError(f"{name}: wanted blocks in [0, {most}), got {found.min()} to {found.max()}")
-    return found.astype(np.int64)
+    return found

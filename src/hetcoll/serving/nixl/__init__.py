@@ -25,6 +25,7 @@ import hetcoll
 from ... import ArgumentError, HetcollError, Work
 from ...calls.buffers import Buffer
 from ...runtime.offsets import MOST_PIECES
+from ..layouts import whole_numbers
 from . import descriptors, handles
 from .descriptors import Descriptors, Region, Rows
 from .handles import check_backends, nixl_agent_config, nixl_prepped_dlist_handle, nixl_xfer_handle
@@ -227,7 +228,7 @@ class nixl_agent:  # noqa: N801  # as there
         if operation not in _OPERATIONS:
             raise ArgumentError(f"operation: wanted WRITE or READ, got {operation!r}")
         peer = handles.check_sides(local_xfer_side, remote_xfer_side)
-        here, there = handles.as_index(local_indices, "local"), handles.as_index(remote_indices, "remote")
+        here, there = whole_numbers(local_indices, "local_indices"), whole_numbers(remote_indices, "remote_indices")
         if len(here) != len(there) or not 0 < len(here) <= MOST_PIECES:
             wanted = f"as many local as remote ones, 1 to {MOST_PIECES}"
             raise ArgumentError(f"descriptors: wanted {wanted}, got {len(here)} and {len(there)}")

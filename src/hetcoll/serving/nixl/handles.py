@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from ... import ArgumentError, Communicator, HetcollError, Work
 from .descriptors import Descriptors, Rows
 
@@ -27,16 +25,6 @@ def check_name(name: str) -> str:
     if not isinstance(name, str) or name in SELF:
         raise ArgumentError(f"agent_name: wanted a name, got {name!r}")
     return name
-
-
-def as_index(values: Any, name: str) -> Rows:
-    try:
-        found = np.asarray(values)
-    except (TypeError, ValueError):  # a GPU's tensor; rows of several lengths
-        raise ArgumentError(f"{name}_indices: wanted a list of whole numbers, got {values!r}") from None
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise ArgumentError(f"{name}_indices: wanted a list of whole numbers, got {found.dtype} of shape {found.shape}")
-    return found.astype(np.int64)
 
 
 def as_text(name: str | bytes) -> str:
