@@ -39,6 +39,7 @@ class Messages(Launcher):
         self._sources: dict[Communicator, Sources] = {}
 
     def _peer(self, rank: int, name: str) -> int:
+        """As `calls.check_rank`, of what is an int: every message comes here, and calls of Python cost it."""
         if not 0 <= rank < self._place.size:
             raise ArgumentError(f"{name}: wanted a rank in [0, {self._place.size}), got {rank}")
         return rank
