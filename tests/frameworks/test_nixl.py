@@ -239,7 +239,10 @@ def mistakes(agent: Any, handle: Any, array: Any, other: str) -> None:
         (lambda: agent.deserialize_descs(b'["DRAM", [[1.5, 2, 3]]]'), "serialized_descs: wanted what"),
         (lambda: agent.deserialize_descs(b'["DRAM", [[%d, 2, 3]]]' % 2**70), "serialized_descs: wanted what"),
         (lambda: agent.make_prepped_xfer("READ", None, [0], far, [0]), "wanted one of NIXL_INIT_AGENT"),
-        (lambda: agent.make_prepped_xfer("READ", here, [0], far, [[0], [0, 1]]), "remote_indices: wanted a list of"),
+        (
+            lambda: agent.make_prepped_xfer("READ", here, [0], far, [[0], [0, 1]]),
+            "remote_indices: wanted a sequence of",
+        ),
         (lambda: agent.make_prepped_xfer("READ", here, [0], far, [0], 5), "notif_msg: wanted bytes, got 5"),
         (lambda: agent.transfer(handle, 5), "notif_msg: wanted bytes, got 5"),
         (lambda: agent.send_notif(other, None), "notif_msg: wanted bytes, got None"),
