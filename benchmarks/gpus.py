@@ -4,6 +4,7 @@
     python benchmarks/gpus.py --gpus 4
     python benchmarks/gpus.py --gpus 1          # beside a rank without a GPU, which --gpus 2 has as well
     python benchmarks/gpus.py --gpus 2 --only messages
+    python benchmarks/gpus.py --gpus 2 --only "order and checks"
     python benchmarks/gpus.py --gpus 2 --only "copy engines"    # what collectives take from products of matrices;
                                   # "out of windows" is hetcoll whose ranks open what they give to the others before
 
@@ -107,6 +108,15 @@ MOVING = tuple((BESIDE + op, 256 * M) for op in (f"allgather{IN_PLACE}", "alltoa
 PRODUCTS = (*MOVING, *((BESIDE + op, 256 * M) for op in ("reduce_scatter", "allreduce")))
 BY_ENGINES = {"HETCOLL_ALGO": "direct,alltoall:pairwise"}
 OUT_OF_WINDOWS = Peer("hetcoll out of windows", "windows", BY_ENGINES)
+COSTS = tuple(
+    Peer(name, "hetcoll", env)
+    for name, env in {
+        "in the order of ranks": {"HETCOLL_REPRODUCIBLE": "1"},
+        "without checks": {"HETCOLL_CHECK": "0"},
+        "all checked": {"HETCOLL_CHECK": "1"},
+    }.items()
+)
+CHECKED = (*((op, n) for op in ("allreduce", "reduce_scatter", "reduce") for n in (64 * K, M, 16 * M, 256 * M)),)
 NCCL_WINDOWS = Peer("NCCL's copy engines", "nccl windows", {"NCCL_CTA_POLICY": "2", "NCCL_CUMEM_ENABLE": "1"})
 
 
@@ -138,6 +148,10 @@ def settings(gpus: int) -> Iterator[Setting]:
     yield Setting("one island", each, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
     yield Setting("one island, by copy engines", each, BY_ENGINES, (OUT_OF_WINDOWS, Peer("NCCL", "nccl")), PRODUCTS)
     yield Setting("one island, by copy engines beside NCCL's", each, BY_ENGINES, (NCCL_WINDOWS,), MOVING)
+    for islands in ("0|1", "0,1") if gpus == 2 else ("0,1|2,3", "0,1,2,3"):
+        asked = {"HETCOLL_ISLANDS": islands}
+        costs = tuple(replace(peer, env=asked | peer.env) for peer in COSTS)
+        yield Setting(f"what order and checks cost, islands {islands}", each, asked, costs, CHECKED)
     if gpus == 2:
         peers = (Peer("NCCL over sockets", "nccl", SOCKETS), Peer("Gloo", "gloo"))
         yield Setting("two hosts, by TCP on loopback", each, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
