@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 from hetcoll.errors import ArgumentError
 from hetcoll.plan import reshard
 from hetcoll.plan.algorithms.p2p import p2p
-from hetcoll.plan.layout import Box, Layout, contiguous, extents, volume, within
-from hetcoll.plan.reshard import GRAIN, Message, Move, Piece, Round
+from hetcoll.plan.layout import Box, Layout, extents, first_of, volume, within
+from hetcoll.plan.reshard import BATCH, GRAIN, Message, Move, Piece, Round
 from hetcoll.plan.simulator import check
 from hetcoll.types import DType
 
@@ -47,7 +48,7 @@ def where(box: Box, whole: Box) -> Any:
     return (..., *(slice(begin, end) for begin, end in within(box, whole)))
 
 
-def plans_of(rounds: list[Round]) -> list[Any]:
+def plans_of(rounds: Sequence[Round]) -> list[Any]:
     """A round's messages as the group of each rank, in the order in which it is told to send and receive them."""
     return [
         p2p(
@@ -65,8 +66,10 @@ def between(mine: Round, source: int, target: int) -> list[Message]:
 
 
 @settings(max_examples=250)
-@given(exchanges(), st.sampled_from([1, 20, GRAIN]))
-def test_every_element_comes_once_and_from_where_it_was(exchange: tuple[int, tuple[Move, ...]], grain: int) -> None:
+@given(exchanges(), st.sampled_from([1, 20, GRAIN]), st.sampled_from([1, 40, BATCH]))
+def test_every_element_comes_once_and_from_where_it_was(
+    exchange: tuple[int, tuple[Move, ...]], grain: int, batch: int
+) -> None:
     size, moves = exchange
     held = [values(number, move.source) for number, move in enumerate(moves)]
     wanted = [values(number, move.target) for number, move in enumerate(moves)]
@@ -81,11 +84,12 @@ def test_every_element_comes_once_and_from_where_it_was(exchange: tuple[int, tup
         assert (into == -1).all(), "written twice"
         into[...] = taken
 
-    reshard.schedule.cache_clear()
-    with patch.object(reshard, "GRAIN", grain):
+    with patch.object(reshard, "GRAIN", grain), patch.object(reshard, "BATCH", batch):
         every = [reshard.schedule(moves, rank) for rank in range(size)]
-    for number, (reads, there) in enumerate([(held, "source"), (got, "target")]):
-        rounds = [each[number] for each in every]
+    assert len({len(each) for each in every}) == 1
+    rounds_of_all = [rounds for batch in zip(*every, strict=True) for rounds in zip(*batch, strict=True)]
+    for number, rounds in enumerate(rounds_of_all):
+        reads, there = (got, "target") if number % 2 else (held, "source")
         plans = plans_of(rounds)
         check(plans)
         sent = [message for rank, mine in enumerate(rounds) for message in mine.messages if message.source == rank]
@@ -109,15 +113,16 @@ def test_what_lies_in_one_piece(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
     box = tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape)
     box = tuple((a, max(b, a + 1)) if a < n else (n - 1, n) for (a, b), n in zip(box, shape, strict=True))
-    view = np.zeros(shape)[where(box, tuple((0, n) for n in shape))]
-    assert contiguous(box, shape) == view.flags.c_contiguous
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    view = whole[where(box, tuple((0, n) for n in shape))]
+    assert first_of(box, shape) == (view.flat[0] if view.flags.c_contiguous else None)
 
 
 def sent_by(moves: tuple[Move, ...], size: int, number: int) -> Counter[tuple[int, int]]:
     """Bytes that go over each edge in a round."""
     found: Counter[tuple[int, int]] = Counter()
     for rank in range(size):
-        for message in reshard.schedule(moves, rank)[number].messages:
+        for message in reshard.schedule(moves, rank)[0][number].messages:
             if message.source == rank:
                 for piece in message.pieces:
                     found[rank, message.target] += volume(piece.box) * moves[piece.array].dtype.itemsize
@@ -156,6 +161,16 @@ def test_a_part_is_of_a_dimension_that_is_long_enough() -> None:
     assert sent_by((Move(trainer, servers, DType.FLOAT32),), 5, 0) == {(0, target): 1 << 20 for target in range(1, 5)}
 
 
+def test_batches_are_of_so_many_bytes_for_each_rank_that_has_a_part() -> None:
+    two, four = Layout((1000,), (0, 1), (2,), (0,)), Layout((1000,), (2, 3), (2,), (0,))
+    moves = (Move(two, two, DType.UINT8),) * 3 + (Move(two, four, DType.UINT8),) * 5
+    with patch.object(reshard, "BATCH", 1000):
+        batches = reshard.schedule(moves, 0)
+    pieces = [[*first.copies, *(each for message in first.messages for each in message.pieces)] for first, _ in batches]
+    numbers = [sorted({each.array for each in some}) for some in pieces]
+    assert numbers == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
 def test_what_is_there_already_is_not_sent() -> None:
     ranks = Layout((64, 64), (0, 1, 2, 3), (4,), (0,))
     whole = Layout((64, 64), (0, 1, 2, 3), (4,), (None,))
@@ -166,7 +181,7 @@ def test_long_pieces_travel_as_they_are_and_short_ones_together() -> None:
     one, other = Layout((1024, 1024), (0,), (), ()), Layout((1024, 1024), (1,), (), ())
     small = [Layout((7,), (rank,), (), ()) for rank in (0, 1)]
     moves = (Move(one, other, DType.INT8), Move(*small, DType.INT8), Move(*small, DType.INT8))
-    messages = reshard.schedule(moves, 1)[0].messages
+    messages = reshard.schedule(moves, 1)[0][0].messages
     assert [[piece.array for piece in message.pieces] for message in messages] == [[0], [1, 2]]
 
 

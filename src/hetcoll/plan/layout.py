@@ -117,10 +117,12 @@ def within(box: Box, whole: Box) -> Box:
     return tuple((begin - at, end - at) for (begin, end), (at, _) in zip(box, whole, strict=True))
 
 
-def contiguous(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether a block of an array of `shape` in C order lies in one piece."""
-    lengths = extents(box)
-    for dim in range(len(shape) - 1, -1, -1):
-        if lengths[dim] != shape[dim]:
-            return all(length == 1 for length in lengths[:dim])
-    return True
+def first_of(box: Box, shape: tuple[int, ...]) -> int | None:
+    """Where a block of an array of `shape` in C order begins, in elements, if it lies in one piece; else None."""
+    first, stride, whole = 0, 1, True  # whether it has all of the dimensions so far
+    for (begin, end), extent in zip(reversed(box), reversed(shape), strict=True):
+        if not whole and end - begin > 1:
+            return None
+        whole = whole and end - begin == extent
+        first, stride = first + begin * stride, stride * extent
+    return first

@@ -5,13 +5,16 @@ hold it. Where several hold it, they share the work: the block is cut into one p
 whoever has least to send so far. Where more ranks want a block than hold it, each of them gets a part, and in a second
 round they pass these on to each other. So the ranks that hold something send it all once, and all links are in use.
 
-A round is one group of messages (`algorithms.p2p`), which the simulator proves. Every rank draws its own messages from
-the same arguments; what is done here follows from them alone.
+A round is one group of messages (`algorithms.p2p`), which the simulator proves. Arrays are moved in batches, one behind
+the other, so that the first are under way while later ones are packed, and packing takes a batch's memory. Every rank
+draws its own messages from the same arguments; what is done here follows from them alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,6 +25,10 @@ from .layout import Box, Layout, common, extents, volume
 
 GRAIN = 1 << 18
 """Bytes: parts are no shorter. What is shorter by itself travels packed with others, since a message has its price."""
+
+
+BATCH = 1 << 27
+"""Bytes of arrays in a batch for each rank that has a part in them."""
 
 
 class Move(NamedTuple):
@@ -59,15 +66,27 @@ class Round(NamedTuple):
     messages: tuple[Message, ...]
 
 
-@lru_cache(maxsize=32)
-def schedule(moves: tuple[Move, ...], rank: int) -> tuple[Round, Round]:
-    """What `rank` does so that all arrays reach their targets.
+def schedule(moves: Sequence[Move], rank: int) -> list[tuple[Round, Round]]:
+    """What `rank` does so that all arrays reach their targets: two rounds for each batch.
 
     In the first round a rank reads its blocks of the sources, in the second one what it got in the first. All writes go
     to its blocks of the targets.
     """
-    rounds: tuple[list[Piece], list[Piece]] = [], []
     load: Counter[int] = Counter()  # bytes that ranks have to send
+    return [_batch(moves, numbers, rank, load) for numbers in _batches(moves)]
+
+
+def _batches(moves: Sequence[Move]) -> Iterator[range]:
+    begin, share = 0, 0.0
+    for number, (source, target, dtype) in enumerate(moves):
+        share += math.prod(source.shape) * dtype.itemsize / len({*source.ranks, *target.ranks})
+        if share >= BATCH or number + 1 == len(moves):
+            yield range(begin, number + 1)
+            begin, share = number + 1, 0.0
+
+
+def _batch(moves: Sequence[Move], numbers: range, rank: int, load: Counter[int]) -> tuple[Round, Round]:
+    rounds: tuple[list[Piece], list[Piece]] = [], []
 
     def note(number: int, *piece: *tuple[int, int, int, Box]) -> None:
         if rank in piece[1:3]:
@@ -78,7 +97,8 @@ def schedule(moves: tuple[Move, ...], rank: int) -> tuple[Round, Round]:
         load[source] += volume(part) * itemsize
         note(0, array, source, target, part)
 
-    for array, (source, target, dtype) in enumerate(moves):
+    for array in numbers:
+        source, target, dtype = moves[array]
         for box, holders, wanting in _shared(source, target):
             away = [each for each in wanting if each not in holders]
             for each in wanting:
@@ -128,7 +148,7 @@ def _parts(box: Box, parts: int) -> list[Box]:
     return [(*box[:dim], (begin + a, begin + b), *box[dim + 1 :]) for a, b in pairwise(points)]
 
 
-def _round(moves: tuple[Move, ...], pieces: list[Piece]) -> Round:
+def _round(moves: Sequence[Move], pieces: list[Piece]) -> Round:
     messages: list[tuple[int, int, list[Piece]]] = []
     packed: dict[tuple[int, int, DType], list[Piece]] = {}
     for piece in pieces:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..calls import RECV, SEND
 from ..calls.buffers import Buffer, read_buffer
+from ..calls.messages import Message as OneWay
 from ..errors import ArgumentError, BufferTypeError, spell_ranks
-from ..plan.layout import Box, Layout, contiguous, extents, volume, within
+from ..plan.layout import Layout, extents, first_of, volume, within
 from ..plan.reshard import Message, Move, Piece, schedule
 from ..types import OCP_OF
 from .core import Core
-from .messages import Group, end_group, one_way
-from .results import like
+from .results import made_like
 
 __all__ = ["Item", "Layout", "reshard"]
 
@@ -48,102 +50,154 @@ def reshard(core: Core, asked: Callable[[], Sequence[Item]]) -> list[Any]:
         On every rank, before anything is sent, where one of them was asked for what cannot be.
     """
     problem: Exception | None = None
-    items: Sequence[Item] = ()
-    buffers: list[Buffer] = []
-    outs: list[Any] = []
+    prepared = _NOTHING
+    sources: list[_Array] = []
+    results: list[_Array] = []
     try:
         items = asked()
-        buffers = [_checked(core, number, item) for number, item in enumerate(items)]
-        if len(places := {buffer.place for buffer in buffers}) > 1:
+        checked = [_checked(core, number, item) for number, item in enumerate(items)]
+        sources = [source for source, _ in checked]
+        if len(places := {buffer.place for _, buffer in sources}) > 1:
             raise ArgumentError(f"wanted arrays of one device on a rank, got some of {' and '.join(sorted(places))}")
-        _check_apart(items, buffers)
-        outs = [like(item.array, item.target.shape_on(core.rank)) if item.out is None else item.out for item in items]
+        _check_apart(checked)
+        results = [
+            _Array(*made_like(*source, item.target.shape_on(core.rank))) if out is None else out
+            for item, (source, out) in zip(items, checked, strict=True)
+        ]
+        prepared = _prepare(tuple(map(_move, items, sources)), core.rank)
     except Exception as error:  # whatever it is: the others are not to wait for this rank
         problem = error
-    moves = tuple(map(_move, items, buffers))
-    _agree(core, moves, buffers, problem)
-    first, second = schedule(moves, core.rank)
-    held = [_Blocks(item.array, item.source.boxes.get(core.rank)) for item in items]
-    wanted = [_Blocks(out, item.target.boxes.get(core.rank)) for out, item in zip(outs, items, strict=True)]
-    for piece in first.copies:
-        wanted[piece.array].at(piece.box)[...] = held[piece.array].at(piece.box)
-    _exchange(core, first.messages, held, wanted)
-    _exchange(core, second.messages, wanted, wanted)
-    return outs
+    _agree(core, prepared, sources, problem)
+    for steps in prepared.steps:
+        _exchange(core, steps.messages, results if steps.passes_on else sources, results)
+        for number, target, source in steps.copies:
+            results[number].array[target] = sources[number].array[source]
+    return [each.array for each in results]
 
 
-class _Blocks:
-    """An array as the block `whole` of a larger one; None where it is no block of it."""
-
-    def __init__(self, array: Any, whole: Box | None) -> None:
-        self._array, self._whole = array, whole
-
-    def at(self, box: Box) -> Any:
-        """A view of a part, by its place in the larger array."""
-        assert self._whole is not None, "the schedule asks for what there is"
-        return self._array[(..., *(slice(begin, end) for begin, end in within(box, self._whole)))]
-
-    def lies_in_one(self, box: Box) -> bool:
-        """Whether that view is contiguous."""
-        assert self._whole is not None, "the schedule asks for what there is"
-        return contiguous(within(box, self._whole), extents(self._whole))
-
-    def staged(self, pieces: Sequence[Piece]) -> Any:
-        """New memory for these parts, one behind the other."""
-        return like(self._array, (sum(volume(piece.box) for piece in pieces),))
+class _Array(NamedTuple):
+    array: Any
+    buffer: Buffer
 
 
-def _exchange(core: Core, messages: Sequence[Message], held: list[_Blocks], wanted: list[_Blocks]) -> None:
+Index = tuple[Any, ...]  # an ellipsis and slices
+
+
+class _Block(NamedTuple):
+    """A part of an array: its index, its shape, and where it begins in the array, in elements, if it lies in one."""
+
+    number: int
+    where: Index
+    shape: tuple[int, ...]
+    begin: int | None
+
+
+class _End(NamedTuple):
+    """This rank's end of a message: blocks that travel one behind the other."""
+
+    kind: int  # SEND or RECV
+    peer: int
+    elements: int
+    blocks: tuple[_Block, ...]
+
+
+class _Steps(NamedTuple):
+    """This rank's part of a round. `passes_on`: what it sends are results; else sources. Copies are an array's number,
+    and the index in its result and in its source."""
+
+    passes_on: bool
+    messages: tuple[_End, ...]
+    copies: tuple[tuple[int, Index, Index], ...]
+
+
+class _Prepared(NamedTuple):
+    """What the same layouts need each time. `each` and `all` are hashes, of each array and of all."""
+
+    moves: tuple[Move, ...]
+    each: tuple[str, ...]
+    all: str
+    steps: tuple[_Steps, ...]
+
+
+_NOTHING = _Prepared((), (), "", ())
+
+
+@lru_cache(maxsize=64)
+def _prepare(moves: tuple[Move, ...], rank: int) -> _Prepared:
+    def block(piece: Piece, layout: Layout) -> _Block:
+        whole = layout.boxes[rank]
+        box, shape = within(piece.box, whole), extents(piece.box)
+        index = (..., *(slice(begin, end) for begin, end in box))
+        return _Block(piece.array, index, shape, first_of(box, extents(whole)))
+
+    def end(message: Message, passes_on: bool) -> _End:
+        sends = message.source == rank
+        blocks = tuple(
+            block(each, moves[each.array].source if sends and not passes_on else moves[each.array].target)
+            for each in message.pieces
+        )
+        count = sum(volume(each.box) for each in message.pieces)
+        return _End(SEND if sends else RECV, message.target if sends else message.source, count, blocks)
+
+    def copy(piece: Piece) -> tuple[int, Index, Index]:
+        move = moves[piece.array]
+        return piece.array, block(piece, move.target).where, block(piece, move.source).where
+
+    steps = tuple(
+        _Steps(passes_on, tuple(end(each, passes_on) for each in mine.messages), tuple(map(copy, mine.copies)))
+        for batch in schedule(moves, rank)
+        for passes_on, mine in zip((False, True), batch, strict=True)
+        if mine.messages or mine.copies
+    )
+    each = tuple(_hash(repr(move)) for move in moves)
+    return _Prepared(moves, each, _hash("".join(each)), steps)
+
+
+def _exchange(core: Core, ends: Sequence[_End], held: Sequence[_Array], wanted: Sequence[_Array]) -> None:
     """One group of messages. What does not lie in one piece is packed before, or unpacked after."""
-    unpack: list[tuple[Any, Message]] = []
-    with Group(core, partial(end_group, core)):
-        for message in messages:
-            sends = message.source == core.rank
-            blocks, number = held if sends else wanted, message.pieces[0].array
-            memory = _direct(blocks, message)
-            if memory is None:
-                memory = blocks[number].staged(message.pieces)
-                if sends:
-                    for block, part in _parts(blocks, message, memory):
-                        part[...] = block
-                else:
-                    unpack.append((memory, message))
-            peer = message.target if sends else message.source
-            one_way(core, SEND if sends else RECV, memory, peer, False, None, None)
-    for memory, message in unpack:
-        for block, part in _parts(wanted, message, memory):
-            block[...] = part
+    messages, unpack = [], []
+    for kind, peer, count, blocks in ends:
+        first, arrays = blocks[0], held if kind == SEND else wanted
+        array, buffer = arrays[first.number]
+        if len(blocks) == 1 and first.begin is not None:
+            travels = replace(buffer, ptr=buffer.ptr + first.begin * buffer.dtype.itemsize, count=count)
+        elif kind == SEND:
+            memory, travels = made_like(array, buffer, (count,))
+            for number, index, part in _parts(blocks, memory):
+                part[...] = arrays[number].array[index]
+        else:
+            memory, travels = made_like(array, buffer, (count,))
+            unpack.append((blocks, memory))
+        messages.append(OneWay(kind, travels, peer))
+    if messages:
+        check = core.message_check
+        (core.exchange_all if check is None else check.exchange_all)(messages, core.config.timeout)
+    for blocks, memory in unpack:
+        for number, index, part in _parts(blocks, memory):
+            wanted[number].array[index] = part
 
 
-def _direct(blocks: list[_Blocks], message: Message) -> Any:
-    """The memory of a message that is one piece which lies in one, or None."""
-    if len(message.pieces) > 1:
-        return None
-    (piece,) = message.pieces
-    found = blocks[piece.array]
-    return found.at(piece.box).reshape(-1) if found.lies_in_one(piece.box) else None
-
-
-def _parts(blocks: list[_Blocks], message: Message, memory: Any) -> list[tuple[Any, Any]]:
-    """Each piece of a message: where it lies in its array, and where it travels."""
-    found, at = [], 0
-    for piece in message.pieces:
-        count = volume(piece.box)
-        found.append((blocks[piece.array].at(piece.box), memory[at : at + count].reshape(extents(piece.box))))
+def _parts(blocks: Sequence[_Block], memory: Any) -> Iterator[tuple[int, Index, Any]]:
+    """Each block of a message: whose it is, where in it, and where it travels."""
+    at = 0
+    for number, index, shape, _ in blocks:
+        count = math.prod(shape)
+        yield number, index, memory[at : at + count].reshape(shape)
         at += count
-    return found
 
 
 # Checking.
 
 
-def _move(item: Item, buffer: Buffer) -> Move:
+def _move(item: Item, source: _Array) -> Move:
     """As all ranks have it: where GPUs have other 8-bit floats, these are converted on the way."""
-    return Move(item.source, item.target, OCP_OF.get(buffer.dtype, buffer.dtype))
+    dtype = source.buffer.dtype
+    return Move(item.source, item.target, OCP_OF.get(dtype, dtype))
 
 
-def _checked(core: Core, number: int, item: Item) -> Buffer:
-    """The array, if this rank can do what is asked. ArgumentError or BufferTypeError where not."""
+def _checked(core: Core, number: int, item: Item) -> tuple[_Array, _Array | None]:
+    """The array, and `out` if it is given, if this rank can do what is asked. ArgumentError or BufferTypeError where
+    not."""
     name = f"array {number}"
     if item.source.shape != item.target.shape:
         raise ArgumentError(f"{name}: wanted one shape, got {item.source.shape} and {item.target.shape}")
@@ -151,26 +205,29 @@ def _checked(core: Core, number: int, item: Item) -> Buffer:
         if max(layout.ranks) >= core.size:
             raise ArgumentError(f"{name}: wanted meshes of ranks below {core.size}, got {layout.ranks}")
     buffer = _block(core, name, item.array, item.source, writable=False)
-    if item.out is not None:
-        out = _block(core, f"{name}: out", item.out, item.target, writable=True)
-        if (out.dtype, out.place) != (buffer.dtype, buffer.place):
-            wanted, got = (f"{each.dtype.label} on {each.place}" for each in (buffer, out))
-            raise BufferTypeError(f"{name}: out: wanted {wanted}, got {got}")
-        if out.overlaps(buffer):
-            raise ArgumentError(f"{name}: out: wanted other memory than the source's")
-    return buffer
+    source = _Array(item.array, buffer)
+    if item.out is None:
+        return source, None
+    out = _block(core, f"{name}: out", item.out, item.target, writable=True)
+    if (out.dtype, out.place) != (buffer.dtype, buffer.place):
+        wanted, got = (f"{each.dtype.label} on {each.place}" for each in (buffer, out))
+        raise BufferTypeError(f"{name}: out: wanted {wanted}, got {got}")
+    if out.overlaps(buffer):
+        raise ArgumentError(f"{name}: out: wanted other memory than the source's")
+    return source, _Array(item.out, out)
 
 
-def _check_apart(items: Sequence[Item], buffers: Sequence[Buffer]) -> None:
+def _check_apart(checked: Sequence[tuple[_Array, _Array | None]]) -> None:
     """ArgumentError where a result is to lie where another one does, or what is yet to be read: nobody says which is
     written first. Sources may share their memory."""
-    parts = [(buffer.ptr, buffer.nbytes, number, False) for number, buffer in enumerate(buffers)]
-    for number, item in enumerate(items):
-        if item.out is not None:
-            out = read_buffer(item.out, "out", writable=True)
-            parts.append((out.ptr, out.nbytes, number, True))
+    parts = [
+        (each.buffer.ptr, each.buffer.nbytes, number, written)
+        for number, pair in enumerate(checked)
+        for written, each in enumerate(pair)
+        if each is not None and each.buffer.count
+    ]
     ends, arrays = [0, 0], [0, 0]  # of sources and of results so far: where the last byte is, and whose it is
-    for begin, nbytes, number, written in sorted(part for part in parts if part[1]):
+    for begin, nbytes, number, written in sorted(parts):
         for other in (0, 1):
             if begin < ends[other] and (written or other):
                 here, there = (number, arrays[other]) if written else (arrays[other], number)
@@ -188,16 +245,18 @@ def _block(core: Core, name: str, array: Any, layout: Layout, *, writable: bool)
     return buffer
 
 
-def _agree(core: Core, moves: tuple[Move, ...], buffers: Sequence[Buffer], problem: Exception | None) -> None:
+def _agree(core: Core, prepared: _Prepared, sources: Sequence[_Array], problem: Exception | None) -> None:
     """Raise on every rank where one has found a problem, or was asked for something else than rank 0.
 
     GPUs are set up by all ranks together, also by those that no message will go to or come from.
     """
-    hashes = [_hash(repr(move)) for move in moves] if problem is None else []  # with an error there is less room
+    moves, each = prepared.moves, prepared.each[:_NAMED]
     text = "" if problem is None else (str(problem) or repr(problem)).encode("ascii", "replace").decode()[:_TEXT]
-    on_gpu = any(buffer.device != "cpu" for buffer in buffers)
-    mine = {"problem": text, "gpu": on_gpu, "count": len(moves), "all": _hash("".join(hashes)), "each": hashes[:_NAMED]}
-    told = [json.loads(blob) for blob in core.meet("reshard", json.dumps(mine).encode())]
+    on_gpu = any(buffer.device != "cpu" for _, buffer in sources)
+    mine = {"problem": text, "gpu": on_gpu, "count": len(moves), "all": prepared.all, "each": each}
+    blobs = core.meet("reshard", json.dumps(mine).encode())
+    read = {blob: json.loads(blob) for blob in set(blobs)}
+    told = [read[blob] for blob in blobs]
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(told):
@@ -211,7 +270,7 @@ def _agree(core: Core, moves: tuple[Move, ...], buffers: Sequence[Buffer], probl
             raise ArgumentError(
                 f"reshard: wanted arrays on GPUs, as on {spell_ranks(gpus)}, on all ranks without HETCOLL_DEVICE=cpu"
             )
-        _set_up(core, buffers[0])
+        _set_up(core, sources[0].buffer)
 
 
 def _difference(moves: tuple[Move, ...], first: dict[str, Any], theirs: dict[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 
-from ..calls.buffers import read_buffer
+from ..calls.buffers import Buffer, read_buffer
 from ..errors import ArgumentError, BufferTypeError
 from ..types import FormatName
 from .core import Core
@@ -88,7 +88,11 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 def like(array: A, shape: tuple[int, ...]) -> A:
     """An array of this shape, of the kind, type and device of `array`, uninitialised."""
-    source = read_buffer(array, "sendbuf", writable=False)
+    return made_like(array, read_buffer(array, "sendbuf", writable=False), shape)[0]
+
+
+def made_like(array: A, source: Buffer, shape: tuple[int, ...]) -> tuple[A, Buffer]:
+    """The same of an array that was read before, and the new one's buffer."""
     if (nbytes := math.prod(shape) * source.dtype.itemsize) >= 1 << 63:
         raise ArgumentError(f"recvbuf: wanted less than 2**63 bytes, got {nbytes}")
     given: Any = array
@@ -111,4 +115,4 @@ def like(array: A, shape: tuple[int, ...]) -> A:
         raise BufferTypeError(
             f"recvbuf: wanted an array, since what {type(array).__name__} makes for the result lies on {made.place}"
         )
-    return cast("A", out)
+    return cast("A", out), made
