@@ -142,14 +142,22 @@ nb::object ReadMemory(nb::handle object, bool writable) {
                         static_cast<int>(buffer.dtype()));
 }
 
-// A tensor of a known type on a GPU: address, count, type, DLPack's device type and number, current stream. None for
-// all else.
-nb::object ReadGpuTensor(nb::handle object) {
-  const std::optional<GpuTensor> tensor = GpuTensor::Read(object.ptr());
-  if (!tensor) return nb::none();
-  const PlainTensor& plain = tensor->plain;
-  return nb::make_tuple(reinterpret_cast<std::uintptr_t>(plain.data), plain.count, static_cast<int>(plain.dtype),
-                        tensor->device_type, tensor->device_id, reinterpret_cast<std::uintptr_t>(tensor->stream));
+// A tensor of a known type: address, count, type, DLPack's device type and number, and on a GPU the current stream.
+// None for all else.
+nb::object ReadTensor(nb::handle object) {
+  const auto told = [](const std::byte* data, std::size_t count, DType dtype, int kind, int number, nb::object stream) {
+    return nb::make_tuple(reinterpret_cast<std::uintptr_t>(data), count, static_cast<int>(dtype), kind, number, stream);
+  };
+  if (const std::optional<GpuTensor> tensor = GpuTensor::Read(object.ptr())) {
+    const PlainTensor& plain = tensor->plain;
+    return told(plain.data, plain.count, plain.dtype, tensor->device_type, tensor->device_id,
+                nb::int_(reinterpret_cast<std::uintptr_t>(tensor->stream)));
+  }
+  HostBuffer host;
+  if (KnownTypes::Instance().FindExport(Py_TYPE(object.ptr())) == nullptr || !host.Read(object.ptr(), false))
+    return nb::none();
+  if (host.data() == nullptr && host.count() > 0) return nb::none();  // as PyTorch's fake tensors, which say otherwise
+  return told(host.data(), host.count(), host.dtype(), Memory::kCpu, 0, nb::none());
 }
 
 // Binds a plan for nobody, as an engine would: its steps, and its bytes of scratch memory.
@@ -352,7 +360,7 @@ NB_MODULE(_native, m) {
         [](nb::object dtype, int number) { KnownTypes::Instance().AddDtype(dtype.ptr(), static_cast<DType>(number)); });
   m.def("know_arrays", [](nb::handle probe) { return HostBuffer::KnowArrays(probe.ptr()); });
   m.def("know_tensor_type", [](nb::type_object type) { return KnownTypes::Instance().AddTensorType(type.ptr()); });
-  m.def("read_gpu_tensor", &ReadGpuTensor, "object"_a.none());
+  m.def("read_tensor", &ReadTensor, "object"_a.none());
   m.def("shm_bytes", [](int local_size, std::size_t ring_bytes, std::size_t most_heap) {
     return ShmLayout(local_size, ring_bytes, most_heap).total_bytes;
   });

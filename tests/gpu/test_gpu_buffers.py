@@ -115,9 +115,12 @@ def test_known_tensors_that_are_read_the_long_way() -> None:
     read(Quick(2))
     gradient = Quick(2)
     gradient.requires_grad = True
-    odd = [gradient, Quick(2, 7), Quick(2, dtype=DType.COMPLEX64), Quick(2, shape=(2, 3), strides=(1, 2)), Quick(1), 3]
+    odd = [gradient, Quick(2, 7), Quick(2, dtype=DType.COMPLEX64), Quick(2, shape=(2, 3), strides=(1, 2)), 3]
     for array in odd:
-        assert _native.read_gpu_tensor(array) is None
+        assert _native.read_tensor(array) is None
+    on_host = _native.read_tensor(Quick(1))
+    assert on_host is not None
+    assert on_host[3:] == (1, 0, None)
     assert read(odd[1]).stream is None
     assert read(odd[2]).dtype is DType.COMPLEX64
 

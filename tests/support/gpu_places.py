@@ -30,12 +30,16 @@ def need_gpus(wanted: int) -> int:
     return count
 
 
-def _largest_island(vendors: Sequence[str | None], asked: str | tuple[str, ...] | None) -> int:
-    """How many GPUs an island needs, whose ranks have one each: ranks of several islands may share one."""
-    if not isinstance(asked, str) or not asked:  # all GPUs of a vendor are one
-        return max(sum(vendor == each for vendor in vendors) for each in ("cuda", "posing"))
-    islands = [[int(rank) for rank in island.split(",")] for island in asked.split("|")]
-    return max(sum(vendors[rank] is not None for rank in island) for island in islands)
+def _need_gpu_for_each(vendors: Sequence[str | None], asked: str | tuple[str, ...] | None) -> None:
+    """Skips the test where two ranks of an island would have one GPU: those of several islands may share one."""
+    if isinstance(asked, str) and asked:
+        islands = [[int(rank) for rank in island.split(",")] for island in asked.split("|")]
+    else:  # all GPUs of a vendor are one
+        islands = [[rank for rank, each in enumerate(vendors) if each == kind] for kind in ("cuda", "posing")]
+    found = [[rank for rank in island if vendors[rank] is not None] for island in islands]
+    count = need_gpus(max(map(len, found)))
+    if any(len({rank % count for rank in island}) < len(island) for island in found if count):
+        pytest.skip(f"needs a GPU for each rank of the islands {asked}, found {count} that take turns")
 
 
 def ranks_on(
@@ -48,7 +52,7 @@ def ranks_on(
         return Ranks(len(vendors), {**env, **(more or {})}, join=join)
     if "hip" in vendors:
         pytest.skip("no AMD GPU")
-    need_gpus(_largest_island(vendors, (more or {}).get("HETCOLL_ISLANDS")))
+    _need_gpu_for_each(vendors, (more or {}).get("HETCOLL_ISLANDS"))
     if "posing" in vendors:
         fakes.require("posing")
         more = {**fakes.posing(), **(more or {})}

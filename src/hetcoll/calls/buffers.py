@@ -138,7 +138,7 @@ def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
         return _from_numpy(obj, name, writable)
     if isinstance(obj, Buffer):
         return obj
-    if (known := _native.read_gpu_tensor(obj)) is not None:
+    if (known := _native.read_tensor(obj)) is not None:
         address, count, dtype, kind, index, stream = known
         return Buffer(address, count, _DTYPES[dtype], obj, _DEVICES[kind], index, stream)
     if isinstance(obj, _native.Memory):
@@ -256,7 +256,7 @@ def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
         raise BufferTypeError(f"{name}: wanted a C-contiguous tensor, got shape {tuple(shape)} with other strides")
     if writable and (read_only or type(obj).__module__.startswith("jax")):
         raise BufferTypeError(f"{name}: wanted a writable array, got a read-only {type(obj).__name__}")
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if not tensor.data and count:  # PyTorch's fake tensors say that they are on a CPU
         raise BufferTypeError(f"{name}: this {type(obj).__name__} has no memory: its address is 0")
     if type(obj).__module__ in ("torch", "torch.nn.parameter"):  # what else exports may be read-only

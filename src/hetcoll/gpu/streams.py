@@ -59,7 +59,7 @@ def _named(stream: Any) -> int:
 
 def current(buffer: Buffer) -> int:
     """The current stream of the library that made the buffer's array, on the buffer's GPU and this thread."""
-    if (known := _native.read_gpu_tensor(buffer.owner)) is not None:
+    if (known := _native.read_tensor(buffer.owner)) is not None and known[5] is not None:
         return known[5]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer.owner, torch.Tensor):
