@@ -32,14 +32,13 @@ def need_gpus(wanted: int) -> int:
 
 def _need_gpu_for_each(vendors: Sequence[str | None], asked: str | tuple[str, ...] | None) -> None:
     """Skips the test where two ranks of an island would have one GPU: those of several islands may share one."""
-    if isinstance(asked, str) and asked:
-        islands = [[int(rank) for rank in island.split(",")] for island in asked.split("|")]
-    else:  # all GPUs of a vendor are one
-        islands = [[rank for rank, each in enumerate(vendors) if each == kind] for kind in ("cuda", "posing")]
-    found = [[rank for rank in island if vendors[rank] is not None] for island in islands]
-    count = need_gpus(max(map(len, found)))
-    if any(len({rank % count for rank in island}) < len(island) for island in found if count):
-        pytest.skip(f"needs a GPU for each rank of the islands {asked}, found {count} that take turns")
+    if not isinstance(asked, str) or not asked:  # all GPUs of a vendor are one
+        need_gpus(max(sum(vendor == each for vendor in vendors) for each in ("cuda", "posing")))
+        return
+    islands = [[rank for rank in map(int, island.split(",")) if vendors[rank]] for island in asked.split("|")]
+    count = need_gpus(max(map(len, islands)))
+    if any(len({rank % count for rank in island}) < len(island) for island in islands):
+        pytest.skip(f"needs a GPU for each rank of the islands {asked}, found {count} that ranks take in turn")
 
 
 def ranks_on(
