@@ -97,6 +97,11 @@ class Buffer:
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
+    def part(self, first: int, count: int) -> Buffer:
+        """So many elements from `first` on."""
+        at = self.ptr + first * self.dtype.itemsize
+        return Buffer(at, count, self.dtype, self.owner, self.device, self.index, self.stream)
+
     def overlaps(self, other: Buffer) -> bool:
         if not (self.nbytes and other.nbytes):  # what is empty may point anywhere, as a slice of a slice does
             return False

@@ -197,10 +197,7 @@ def shares(call: Call, size: int) -> tuple[list[int], list[int]]:
 
 def _parts(buffer: Buffer, shares: Sequence[int]) -> list[Buffer]:
     offsets = accumulate(shares, initial=0)
-    return [
-        replace(buffer, ptr=buffer.ptr + at * buffer.dtype.itemsize, count=count)
-        for at, count in zip(offsets, shares, strict=False)
-    ]
+    return [buffer.part(at, count) for at, count in zip(offsets, shares, strict=False)]
 
 
 def given(call: Call, rank: int) -> Buffer | None:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -160,7 +159,7 @@ def _exchange(core: Core, ends: Sequence[_End], held: Sequence[_Array], wanted: 
         first, arrays = blocks[0], held if kind == SEND else wanted
         array, buffer = arrays[first.number]
         if len(blocks) == 1 and first.begin is not None:
-            travels = replace(buffer, ptr=buffer.ptr + first.begin * buffer.dtype.itemsize, count=count)
+            travels = buffer.part(first.begin, count)
         elif kind == SEND:
             memory, travels = made_like(array, buffer, (count,))
             for number, index, part in _parts(blocks, memory):
