@@ -22,8 +22,8 @@ struct Touch {
 
 class Compiler {
  public:
-  Compiler(DeviceProgram& program, const BoundPlan& plan, bool one_signal_lane)
-      : program_(program), plan_(plan), one_signal_lane_(one_signal_lane) {}
+  Compiler(DeviceProgram& program, const BoundPlan& plan, bool signal_lane)
+      : program_(program), plan_(plan), signal_lane_(signal_lane) {}
 
   // What comes next is of a step of this level.
   void Begin(std::uint32_t level) {
@@ -65,7 +65,7 @@ class Compiler {
           Touches(lane, std::array{Read(src, s.len), Write(dst, s.len)});
           Add({.step = DeviceStep::kWaitReady, .stream = lane, .edge = edge});
           Add({.step = DeviceStep::kReduceIn, .stream = lane, .edge = edge, .dst = dst, .src = src, .n = s.len});
-          return Grant(lane, edge);
+          return Tell(DeviceStep::kGrant, lane, edge);
         }
         const Place staged{Area::kStaging, slot_bytes * (stagings_++ % kStagedMessages)};
         Receive(staged, s.len, edge);
@@ -134,12 +134,11 @@ class Compiler {
   bool Near(std::uint16_t edge) const { return program_.near.contains(edge); }
 
   void SendFrom(const Place& src, std::size_t n, std::uint16_t edge) {
-    const std::uint8_t lane = Turn(kOutLanes, sends_);
+    const std::uint8_t lane = signal_lane_ ? Turn(kOutLanes, sends_) : std::uint8_t{kOutLanes};
     Touches(lane, std::array{Read(src, n)});
     Add({.step = DeviceStep::kWaitCredit, .stream = lane, .edge = edge});
     Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = n});
-    Done(lane);
-    Signal(DeviceStep::kPublish, one_signal_lane_ ? kSignalLane : kReadyLane, lane, edge);
+    Tell(DeviceStep::kPublish, lane, edge);
   }
 
   void Receive(const Place& dst, std::size_t n, std::uint16_t edge) {
@@ -147,7 +146,7 @@ class Compiler {
     Touches(lane, std::array{Write(dst, n)});
     Add({.step = DeviceStep::kWaitReady, .stream = lane, .edge = edge});
     Add({.step = DeviceStep::kCopyIn, .stream = lane, .edge = edge, .dst = dst, .n = n});
-    Grant(lane, edge);
+    Tell(DeviceStep::kGrant, lane, edge);
   }
 
   // SEND and RECV may be the same memory: then the smaller is this rank's part of the larger.
@@ -204,16 +203,11 @@ class Compiler {
     program_.used[action.stream] = true;
   }
 
-  // What was done on `stream` is over: says so on the lane of such signals.
-  void Signal(DeviceStep step, std::uint8_t signals, std::uint8_t stream, std::uint16_t edge) {
-    Follow(signals, stream, position_[stream]);
-    Add({.step = step, .stream = signals, .edge = edge});
-  }
-
-  void Grant(std::uint8_t stream, std::uint16_t edge) {
+  // What was done on `stream` is over: the peer is told, on the lane of signals or there.
+  void Tell(DeviceStep step, std::uint8_t stream, std::uint16_t edge) {
     Done(stream);
-    if (one_signal_lane_) return Signal(DeviceStep::kGrant, kSignalLane, stream, edge);
-    Add({.step = DeviceStep::kGrant, .stream = stream, .edge = edge});
+    if (signal_lane_) Follow(kSignalLane, stream, position_[stream]);
+    Add({.step = step, .stream = signal_lane_ ? std::uint8_t{kSignalLane} : stream, .edge = edge});
   }
 
   // A place where others may wait for what `stream` has done so far; dropped at the end where nobody does.
@@ -235,7 +229,7 @@ class Compiler {
 
   DeviceProgram& program_;
   const BoundPlan& plan_;
-  const bool one_signal_lane_;
+  const bool signal_lane_;
   unsigned stagings_ = 0;
   unsigned sends_ = 0;
   unsigned receives_ = 0;
@@ -249,7 +243,7 @@ class Compiler {
 }  // namespace
 
 DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order,
-                             std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes, bool one_signal_lane,
+                             std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes, bool signal_lane,
                              const std::set<std::uint16_t>& near_edges, std::span<const std::uint32_t> levels,
                              std::span<const MessagesPlace> kernels)
     : near(near_edges), scratch_bytes(plan.scratch_bytes) {
@@ -257,7 +251,7 @@ DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_
   if (order.size() != steps || steps_edges.size() != steps || (!levels.empty() && levels.size() != steps)) {
     throw PlanError("plan: an order and an edge for each of " + std::to_string(steps) + " steps wanted");
   }
-  Compiler compiler(*this, plan, one_signal_lane);
+  Compiler compiler(*this, plan, signal_lane);
   std::uint16_t kernel = 0;
   const auto lead = [&](std::size_t place) {  // what comes before the step of this place
     for (; kernel < kernels.size() && kernels[kernel].before <= place; ++kernel) {

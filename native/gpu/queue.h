@@ -118,23 +118,21 @@ struct DeviceAction {
 
 // The streams of a queue, by what they do. Two for each direction of copies, which take turns: a stream that waits for
 // a value in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7
-// us of the 73 that 3 MiB take), and meanwhile the other one copies. Signals have streams of their own: behind a copy
-// in the same stream they would wait for the one that was begun meanwhile. Each stream that waits delays what the
-// others have waited for, so collectives inside a host have one for both directions. It takes signals in
+// us of the 73 that 3 MiB take), and meanwhile the other one copies. Collectives inside a host have a stream for
+// signals: behind a copy in the same stream these would wait for the copy that was begun meanwhile. It takes signals in
 // the order of the steps, so what has not come holds up what is to go. There that costs nothing, as sends are ahead of
-// receives by some messages. Point-to-point messages take turns, and what comes from another host may be long in
-// coming: there whoever empties a slot says so itself, for which a sender has to wait only some messages later.
+// receives by some messages.
 //
-// Messages stand ready on the lanes long before they are due, as the host is ahead of the GPU, and a signal that stands
-// ready on a stream of kernels delays the user's: by 1.1 to 1.9 us each on H200s, which cost a pipeline 2 %. On a copy
-// engine's it does not. A stream is one for what comes behind a copy, so `kReadyLane` has made one (lanes.py). That
-// of collectives has not, whose kernels stand ready as well: it was slower.
+// Point-to-point messages take turns, and what comes from another host may be long in coming: there whoever empties a
+// slot, or fills one, says so itself, and one stream fills all. These messages stand ready long before they are due, as
+// the host is ahead of the GPU. A signal that stands ready on a stream of its own delays the user's kernels, by 1.1 to
+// 1.9 us each on H200s, which cost a pipeline 2 to 3 %. On a stream of a copy engine's it does not, but waits there for
+// the copies of the other direction: messages both ways took 1.2 to 1.3 times as long.
 inline constexpr unsigned kCopyLanes = 2;
 enum DeviceLane : std::uint8_t {
   kOutLanes,                            // fill slots
   kInLanes = kOutLanes + kCopyLanes,    // empty slots
   kSignalLane = kInLanes + kCopyLanes,  // says that slots are full, and that they are empty
-  kReadyLane,                           // says that slots are full, where the other one does not
   kWorkLane,                            // reductions, and copies inside the GPU
   kLocalLane,                           // what the vendor's library does
 };
@@ -178,11 +176,11 @@ struct MessagesPlace {
 };
 
 struct DeviceProgram {
-  // `order` names each step of the plan once, by rising `levels` where they have any; `one_signal_lane`: for
-  // all of them; `near`: those of the edges that are; `kernels` of small messages come at rising places. Throws
-  // PlanError where a message is larger than a slot.
+  // `order` names each step of the plan once, by rising `levels` where they have any; `signal_lane`: signals have
+  // one; `near`: those of the edges that are; `kernels` of small messages come at rising places. Throws PlanError where
+  // a message is larger than a slot.
   DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
-                std::size_t slot_bytes, bool one_signal_lane, const std::set<std::uint16_t>& near = {},
+                std::size_t slot_bytes, bool signal_lane, const std::set<std::uint16_t>& near = {},
                 std::span<const std::uint32_t> levels = {}, std::span<const MessagesPlace> kernels = {});
 
   // Of pulls alone; the peers at the other ends of `readers` pull out of this rank's memory. It lasts until they have.

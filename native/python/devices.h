@@ -138,7 +138,6 @@ inline void BindDevices(nb::module_& m) {
       });
   m.attr("LEDGER_BYTES") = kLedgerBytes;
   m.attr("DEVICE_LANES") = kDeviceLanes;
-  m.attr("READY_LANE") = static_cast<unsigned>(kReadyLane);
   m.attr("STAGED_MESSAGES") = kStagedMessages;
   nb::class_<LedgerEntry>(m, "LedgerEntry").def_static("make", [](std::uint64_t signature, const std::string& text) {
     return Ledger::Entry(signature, text);

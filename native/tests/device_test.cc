@@ -30,11 +30,11 @@ void SignalLanes(Gpus& gpus, int peer, bool ahead, bool captured, bool one, cons
   std::size_t published = 0, granted = 0;
   for (const DeviceAction& a : program.actions) {
     const bool tells = a.step == DeviceStep::kPublish, gives_back = a.step == DeviceStep::kGrant;
-    const bool receives = a.stream == kInLanes || a.stream == kInLanes + 1;
+    const bool fills = a.stream == kOutLanes, empties = a.stream == kInLanes || a.stream == kInLanes + 1;
     published += tells;
     granted += gives_back;
-    CHECK(!tells || a.stream == (one ? kSignalLane : kReadyLane), what);
-    CHECK(!gives_back || (one ? a.stream == kSignalLane : receives), what);
+    CHECK(!tells || (one ? a.stream == kSignalLane : fills), what);
+    CHECK(!gives_back || (one ? a.stream == kSignalLane : empties), what);
   }
   CHECK(published > 0 && granted > 0, what);
 }
@@ -44,7 +44,7 @@ void SignalLanes(Gpus& gpus, int peer, bool ahead, bool captured, bool one, cons
 void SignalsOfPrograms() {
   Gpus gpus(3, 3, 1, false, {0, 0, 1});
   SignalLanes(gpus, 1, true, false, true, "collectives inside a host have one stream for signals");
-  SignalLanes(gpus, 1, false, false, false, "receives of messages say themselves that slots are empty");
+  SignalLanes(gpus, 1, false, false, false, "sends and receives of messages say themselves what they have done");
   SignalLanes(gpus, 1, true, true, false, "so do those of captured calls");
   SignalLanes(gpus, 2, true, false, false, "and those of what goes between hosts");
 }

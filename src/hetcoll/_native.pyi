@@ -51,7 +51,6 @@ class DeviceShape:
 
 LEDGER_BYTES: int
 DEVICE_LANES: int  # streams of a DeviceQueue
-READY_LANE: int  # which of them says that slots of messages are full
 STAGED_MESSAGES: int  # slots of device memory that it needs
 
 class LedgerEntry:

@@ -97,7 +97,6 @@ class GpuExecutor:
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
             lanes = self._lanes = Lanes(device, self._slot_bytes, URGENT)
             undo.callback(lanes.close)
-            lanes.give_signals_to_engine()
             self._state = device.allocate(STATE_BYTES)
             undo.callback(device.free, self._state)
             clear(device, self._state, STATE_BYTES)

@@ -10,8 +10,6 @@ import hetcoll._native as _native
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
 
-_ENGINE_BYTES = 1 << 20  # a copy of much less goes to the GPU with the command itself
-
 
 class Lanes:
     """Of one queue, or of all that graphs have captured of it. `streams` are its lanes', of this `priority`; `staging`
@@ -19,25 +17,14 @@ class Lanes:
 
     def __init__(self, device: Device, slot_bytes: int, priority: int = 0) -> None:
         self._device, self.streams = device, list[int]()
-        self._scratch_bytes, self._staged = 0, _native.STAGED_MESSAGES * slot_bytes
+        self._scratch_bytes = 0
         with contextlib.ExitStack() as undo:
             for _ in range(_native.DEVICE_LANES):
                 self.streams.append(device.stream(priority))
                 undo.callback(device.destroy_stream, self.streams[-1])
-            self.staging = device.allocate(self._staged)
+            self.staging = device.allocate(_native.STAGED_MESSAGES * slot_bytes)
             undo.callback(device.free, self.staging)
             self._undo = undo.pop_all()
-
-    def give_signals_to_engine(self) -> None:
-        """Have a copy engine say from now on that slots are full: see `DeviceLane` in native/gpu/queue.h. Of no use to
-        graphs, which run on no stream of these."""
-        stream, nbytes = self.streams[_native.READY_LANE], min(_ENGINE_BYTES, self._staged)
-        host = self._device.allocate_host(nbytes)
-        try:
-            self._device.copy(self.staging, host, nbytes, stream)
-            self._device.synchronize(stream)
-        finally:
-            self._device.free_host(host)
 
     def scratch(self, nbytes: int) -> int | None:
         """New scratch memory for plans that need so much, at least twice as much as before; None where what there is
