@@ -22,8 +22,8 @@ struct Touch {
 
 class Compiler {
  public:
-  Compiler(DeviceProgram& program, const BoundPlan& plan, bool signal_lane)
-      : program_(program), plan_(plan), signal_lane_(signal_lane) {}
+  Compiler(DeviceProgram& program, const BoundPlan& plan, Signals signals)
+      : program_(program), plan_(plan), signals_(signals) {}
 
   // What comes next is of a step of this level.
   void Begin(std::uint32_t level) {
@@ -134,7 +134,7 @@ class Compiler {
   bool Near(std::uint16_t edge) const { return program_.near.contains(edge); }
 
   void SendFrom(const Place& src, std::size_t n, std::uint16_t edge) {
-    const std::uint8_t lane = signal_lane_ ? Turn(kOutLanes, sends_) : std::uint8_t{kOutLanes};
+    const std::uint8_t lane = signals_ == Signals::kApart ? std::uint8_t{kOutLanes} : Turn(kOutLanes, sends_);
     Touches(lane, std::array{Read(src, n)});
     Add({.step = DeviceStep::kWaitCredit, .stream = lane, .edge = edge});
     Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = n});
@@ -206,8 +206,9 @@ class Compiler {
   // What was done on `stream` is over: the peer is told, on the lane of signals or there.
   void Tell(DeviceStep step, std::uint8_t stream, std::uint16_t edge) {
     Done(stream);
-    if (signal_lane_) Follow(kSignalLane, stream, position_[stream]);
-    Add({.step = step, .stream = signal_lane_ ? std::uint8_t{kSignalLane} : stream, .edge = edge});
+    const bool there = signals_ == Signals::kApart || (signals_ == Signals::kFull && step == DeviceStep::kGrant);
+    if (!there) Follow(kSignalLane, stream, position_[stream]);
+    Add({.step = step, .stream = there ? stream : std::uint8_t{kSignalLane}, .edge = edge});
   }
 
   // A place where others may wait for what `stream` has done so far; dropped at the end where nobody does.
@@ -229,7 +230,7 @@ class Compiler {
 
   DeviceProgram& program_;
   const BoundPlan& plan_;
-  const bool signal_lane_;
+  const Signals signals_;
   unsigned stagings_ = 0;
   unsigned sends_ = 0;
   unsigned receives_ = 0;
@@ -243,7 +244,7 @@ class Compiler {
 }  // namespace
 
 DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order,
-                             std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes, bool signal_lane,
+                             std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes, Signals signals,
                              const std::set<std::uint16_t>& near_edges, std::span<const std::uint32_t> levels,
                              std::span<const MessagesPlace> kernels)
     : near(near_edges), scratch_bytes(plan.scratch_bytes) {
@@ -251,7 +252,7 @@ DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_
   if (order.size() != steps || steps_edges.size() != steps || (!levels.empty() && levels.size() != steps)) {
     throw PlanError("plan: an order and an edge for each of " + std::to_string(steps) + " steps wanted");
   }
-  Compiler compiler(*this, plan, signal_lane);
+  Compiler compiler(*this, plan, signals);
   std::uint16_t kernel = 0;
   const auto lead = [&](std::size_t place) {  // what comes before the step of this place
     for (; kernel < kernels.size() && kernels[kernel].before <= place; ++kernel) {
@@ -298,7 +299,8 @@ DeviceProgram DeviceQueue::Compile(const BoundPlan& plan, std::span<const std::u
     proxied |= edges_[edges[i]].proxy != nullptr;
     if (edges_[edges[i]].near) near.insert(edges[i]);
   }
-  return {plan, order, edges, slot_bytes_, ahead && !proxied, near, {}, kernels};
+  const Signals signals = !ahead ? Signals::kApart : proxied ? Signals::kFull : Signals::kTogether;
+  return {plan, order, edges, slot_bytes_, signals, near, {}, kernels};
 }
 
 void DeviceProgram::Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs) {
@@ -335,7 +337,7 @@ DeviceProgram CaptureRecipe::Program(std::size_t slot_bytes) const {
                                              [&](std::uint32_t step) { return levels[step] < kernel.level; });
     kernel.before = static_cast<std::uint32_t>(higher - order.begin());
   }
-  DeviceProgram program(plan, order, edges, slot_bytes, false, near, levels, placed);
+  DeviceProgram program(plan, order, edges, slot_bytes, Signals::kFull, near, levels, placed);
   if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
   return program;
 }

@@ -118,16 +118,8 @@ struct DeviceAction {
 
 // The streams of a queue, by what they do. Two for each direction of copies, which take turns: a stream that waits for
 // a value in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7
-// us of the 73 that 3 MiB take), and meanwhile the other one copies. Collectives inside a host have a stream for
-// signals: behind a copy in the same stream these would wait for the copy that was begun meanwhile. It takes signals in
-// the order of the steps, so what has not come holds up what is to go. There that costs nothing, as sends are ahead of
-// receives by some messages.
-//
-// Point-to-point messages take turns, and what comes from another host may be long in coming: there whoever empties a
-// slot, or fills one, says so itself, and one stream fills all. These messages stand ready long before they are due, as
-// the host is ahead of the GPU. A signal that stands ready on a stream of its own delays the user's kernels, by 1.1 to
-// 1.9 us each on H200s, which cost a pipeline 2 to 3 %. On a stream of a copy engine's it does not, but waits there for
-// the copies of the other direction: messages both ways took 1.2 to 1.3 times as long.
+// us of the 73 that 3 MiB take), and meanwhile the other one copies. Signals have a stream of their own: behind a copy
+// in the same stream they would wait for the one that was begun meanwhile.
 inline constexpr unsigned kCopyLanes = 2;
 enum DeviceLane : std::uint8_t {
   kOutLanes,                            // fill slots
@@ -138,6 +130,22 @@ enum DeviceLane : std::uint8_t {
 };
 inline constexpr unsigned kDeviceLanes = kLocalLane + 1;
 inline constexpr unsigned kStagedMessages = 2 * kCopyLanes;  // that have come and wait for their reduction
+
+// Who says that a slot is full, or empty.
+enum class Signals : std::uint8_t {
+  // The stream of signals says both, in the order of the steps, so what has not come holds up what is to go. In
+  // collectives inside a host that costs nothing, as sends are ahead of receives by some messages; and each stream that
+  // waits delays what the others have waited for.
+  kTogether,
+  // It says that slots are full, and whoever has emptied one says so itself: what comes from another host may be long
+  // in coming, and nodes of a graph wait for no more than they must.
+  kFull,
+  // Whoever has emptied or filled one says so itself, and one stream fills all. So it is with messages, which stand
+  // ready long before they are due, as the host is ahead of the GPU: a signal that stands ready on a stream of its own
+  // delays the user's kernels, by 1.1 to 1.9 us each on H200s, which cost a pipeline 2 to 3 %. On a stream of a copy
+  // engine's it does not, but waits there for the copies of the other direction.
+  kApart,
+};
 
 // A part of a local step; nothing where n is 0.
 struct LocalPart {
@@ -176,11 +184,11 @@ struct MessagesPlace {
 };
 
 struct DeviceProgram {
-  // `order` names each step of the plan once, by rising `levels` where they have any; `signal_lane`: signals have
-  // one; `near`: those of the edges that are; `kernels` of small messages come at rising places. Throws PlanError where
-  // a message is larger than a slot.
+  // `order` names each step of the plan once, by rising `levels` where they have any; `near`: those of the edges
+  // that are; `kernels` of small messages come at rising places. Throws PlanError where a message is larger than a
+  // slot.
   DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
-                std::size_t slot_bytes, bool signal_lane, const std::set<std::uint16_t>& near = {},
+                std::size_t slot_bytes, Signals signals, const std::set<std::uint16_t>& near = {},
                 std::span<const std::uint32_t> levels = {}, std::span<const MessagesPlace> kernels = {});
 
   // Of pulls alone; the peers at the other ends of `readers` pull out of this rank's memory. It lasts until they have.
@@ -305,7 +313,6 @@ class DeviceQueue {
   std::uint16_t AddEdge(SlotEdge edge);
 
   // A program of these steps, see DeviceProgram. `ahead`: sends are some messages ahead of receives, as in collectives.
-  // Then both directions share a stream for signals, but not where a message goes to another host or comes from there.
   DeviceProgram Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
                         std::span<const std::uint16_t> edges, bool ahead,
                         std::span<const MessagesPlace> kernels = {}) const;

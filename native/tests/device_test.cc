@@ -13,7 +13,7 @@ namespace {
 
 // Rank 0 of three, of which rank 2 is on another host, sums with `peer`, and moves some of it inside its GPU. The edge
 // to the other host is the queue's first one: no step but a message may be taken for a user of it.
-void SignalLanes(Gpus& gpus, int peer, bool ahead, bool captured, bool one, const char* what) {
+void SignalLanes(Gpus& gpus, int peer, bool ahead, bool captured, Signals wanted, const char* what) {
   gpus.Edge(0, 0, 2, 0);
   BoundPlan plan(Plan(ScratchAllreduce(2, 0), 2), DType::kInt32, 10, 10, std::span<const std::size_t>{},
                  std::span<const std::size_t>{});
@@ -31,10 +31,11 @@ void SignalLanes(Gpus& gpus, int peer, bool ahead, bool captured, bool one, cons
   for (const DeviceAction& a : program.actions) {
     const bool tells = a.step == DeviceStep::kPublish, gives_back = a.step == DeviceStep::kGrant;
     const bool fills = a.stream == kOutLanes, empties = a.stream == kInLanes || a.stream == kInLanes + 1;
+    const bool signals = a.stream == kSignalLane;
     published += tells;
     granted += gives_back;
-    CHECK(!tells || (one ? a.stream == kSignalLane : fills), what);
-    CHECK(!gives_back || (one ? a.stream == kSignalLane : empties), what);
+    CHECK(!tells || (wanted == Signals::kApart ? fills : signals), what);
+    CHECK(!gives_back || (wanted == Signals::kTogether ? signals : empties), what);
   }
   CHECK(published > 0 && granted > 0, what);
 }
@@ -43,10 +44,11 @@ void SignalLanes(Gpus& gpus, int peer, bool ahead, bool captured, bool one, cons
 
 void SignalsOfPrograms() {
   Gpus gpus(3, 3, 1, false, {0, 0, 1});
-  SignalLanes(gpus, 1, true, false, true, "collectives inside a host have one stream for signals");
-  SignalLanes(gpus, 1, false, false, false, "sends and receives of messages say themselves what they have done");
-  SignalLanes(gpus, 1, true, true, false, "so do those of captured calls");
-  SignalLanes(gpus, 2, true, false, false, "and those of what goes between hosts");
+  SignalLanes(gpus, 1, true, false, Signals::kTogether, "collectives inside a host have one stream for signals");
+  SignalLanes(gpus, 1, false, false, Signals::kApart, "messages say themselves what they have done");
+  SignalLanes(gpus, 2, false, false, Signals::kApart, "so do those between hosts");
+  SignalLanes(gpus, 1, true, true, Signals::kFull, "receives of captured calls do");
+  SignalLanes(gpus, 2, true, false, Signals::kFull, "and those of collectives between hosts");
 }
 
 // Moves come out as they went in, long ones in parts; and no row is written before what reads it has ended.
@@ -176,7 +178,7 @@ void GpusOfOneHost() {
   const std::vector<std::uint16_t> edges(4, 0);
   bool refused = false;
   try {
-    DeviceProgram(big, order, edges, 1024, false);
+    DeviceProgram(big, order, edges, 1024, Signals::kApart);
   } catch (const PlanError&) {
     refused = true;
   }

@@ -55,6 +55,19 @@ def test_gpus_give_the_bits_of_cpus(gpus: str, env: dict[str, Any]) -> None:
     assert all("in the order of ranks" in each for each in told)
 
 
+def over(comm: hetcoll.Communicator) -> tuple[str, list[str]]:
+    sums(comm, ["float32"], [300_001])
+    told = comm.explain("allreduce", 1 << 24)
+    return told.gpus, told.paths
+
+
+def test_gpus_of_one_library_use_the_links_between_them() -> None:
+    with start("nn", HETCOLL_REPRODUCIBLE="1") as ranks:
+        for gpus, paths in ranks.run(over):
+            assert "in the order of ranks" in gpus
+            assert "through slots in the receiving GPU's memory" in paths[0]
+
+
 @pytest.mark.thorough
 def test_gpus_beside_ranks_without() -> None:
     with start("nca", HETCOLL_REPRODUCIBLE="1") as ranks:

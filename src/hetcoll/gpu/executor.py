@@ -92,7 +92,7 @@ class GpuExecutor:
         self._engine, self._kind = wiring.engine, KIND_OF[device.vendor]
         with device.active(), contextlib.ExitStack() as undo:
             no_direct = why_not_direct(wiring, device)
-            share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, seconds, planner.names_any)
+            share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, seconds, planner.own_plans)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
             lanes = self._lanes = Lanes(device, self._slot_bytes, URGENT)

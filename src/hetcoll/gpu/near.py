@@ -1,4 +1,5 @@
-"""Slots in the memory of GPUs, between those of one host that one library serves: for what HETCOLL_ALGO takes from it.
+"""Slots in the memory of GPUs, between those of one host that one library serves: for what is taken from it, by
+HETCOLL_ALGO or where sums have the order of ranks.
 
 What comes to a rank has its slots on that rank's GPU. The others have opened them (IPC), so that their copy engines
 write over the links between the GPUs. Words of these slots are the host's, as those of all others (`slots`).

@@ -116,8 +116,8 @@ class GpuPlanner:
 
     @property
     def near(self) -> bool:
-        """Whether slots on GPUs serve what HETCOLL_ALGO takes from the library of all ranks."""
-        return self._islands.whole and self._planner.names_any
+        """Whether slots on GPUs serve what is taken from the library of all ranks."""
+        return self._islands.whole and self._planner.own_plans
 
     def settle(self, *, given_up: bool, unmapped: str | None) -> None:
         """The ways inside the host were tried: some were `given_up`; who is `unmapped` has no memory that all GPUs have

@@ -290,9 +290,10 @@ class Planner:
         return tuner.look_up(self._tables_among[key], nbytes)
 
     @property
-    def names_any(self) -> bool:
-        """Whether HETCOLL_ALGO names an algorithm of any collective."""
-        return bool(self._forced)
+    def own_plans(self) -> bool:
+        """Whether some collective is not the library's though that serves all ranks: HETCOLL_ALGO names its algorithm,
+        or sums have the order of ranks."""
+        return bool(self._forced) or self.ordered
 
     def asked(self, collective: Collective) -> str | None:
         """The algorithm that HETCOLL_ALGO names for this collective; None where it leaves that open."""
