@@ -140,3 +140,18 @@ def test_what_has_no_checksum() -> None:
     call = call_of(DType.FLOAT32, ReduceOp.SUM)
     call.compress = Format.BF16
     assert not foldable(call)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(100_003, 1), (100_003, 3), (40_000, 5), (33, 1), (5, 1), (0, 1)])
+def test_long_buffers_are_folded_into_the_lanes_that_short_ones_are(count: int, parts: int) -> None:
+    values = np.random.default_rng(count).integers(-1000, 1000, count)
+    lanes = min(max(1, 16 // parts), count)
+    wanted = [values[lane::lanes] for lane in range(lanes)] if lanes else []
+    floats = Fold(call_of(DType.FLOAT32, ReduceOp.SUM), 2, parts).of(values.astype(np.float32))
+    assert floats == [
+        [each.sum() for each in wanted],
+        [np.abs(each).sum() for each in wanted],
+        [np.abs(values).max(initial=0)],
+    ]
+    largest = Fold(call_of(DType.INT64, ReduceOp.MAX), 2, parts).of(values)
+    assert largest == [[each.max() for each in wanted]]

@@ -20,6 +20,8 @@ from ..types import COMPLEX, LOGICAL, DType, Format, ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _LANES = 16  # numbers in which a whole buffer is folded, or all parts of one together
+_PART = 1 << 11  # elements of a lane that are folded at a time
+_WIDE = 64  # rows of lanes that are folded side by side: a row alone is short
 _BYTES = 96  # that a lane takes as JSON, at most: three floats; so a hash fits
 _FOLDS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum,
@@ -72,17 +74,26 @@ class Fold:
     def of(self, values: Array) -> list[list[Any]]:
         """The fold of some elements as JSON has it: exact lanes; or sums, sums of magnitudes, and the largest one."""
         if self.rounds:
-            wide = values.view(values.real.dtype) if self._dtype in COMPLEX else values
-            wide = wide.astype(np.float64)
-            sizes = np.abs(wide)
-            most = [float(sizes.max(initial=0.0))]
-            with np.errstate(over="ignore", invalid="ignore"):
-                return [*(_lanes(np.add, each, self._lanes).tolist() for each in (wide, sizes)), most]
+            return self._of_sums(values.view(values.real.dtype) if self._dtype in COMPLEX else values)
         if self._op in LOGICAL:
             values = values != 0
         elif self._floats is not None:
             values = values.astype(np.float64)
         return [_lanes(self._ufunc, values, self._lanes).tolist()]
+
+    def _of_sums(self, values: Array) -> list[list[Any]]:
+        """In parts that stay in a cache as they are widened."""
+        lanes, part, most = min(self._lanes, len(values)), self._lanes * _PART, 0.0
+        sums, sizes = np.zeros(lanes), np.zeros(lanes)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for begin in range(0, len(values), part):
+                wide = values[begin : begin + part].astype(np.float64)
+                magnitudes = np.abs(wide)
+                most = float(np.maximum(most, magnitudes.max()))
+                for total, each in ((sums, wide), (sizes, magnitudes)):
+                    folded = _lanes(np.add, each, lanes)
+                    total[: len(folded)] += folded
+        return [sums.tolist(), sizes.tolist(), [most]]
 
     def differs(self, folds: Sequence[list[list[Any]]], result: Array) -> str:
         """Where the fold of `result` is not what those of all ranks' inputs make; nothing where it is."""
@@ -136,8 +147,13 @@ def _lanes(ufunc: np.ufunc, values: Array, lanes: int) -> Array:
     lanes = min(lanes, len(values))
     if lanes == 0:
         return values
-    whole = len(values) // lanes * lanes
-    out: Array = ufunc.reduce(values[:whole].reshape(-1, lanes), axis=0, dtype=values.dtype)
-    rest = len(values) - whole
-    out[:rest] = ufunc(out[:rest], values[whole:], dtype=values.dtype)
+    row, folded = lanes * _WIDE, values
+    if len(values) > 2 * row:
+        whole = len(values) // row * row
+        wide: Array = ufunc.reduce(values[:whole].reshape(-1, row), axis=0, dtype=values.dtype)
+        folded = np.concatenate([wide, values[whole:]])
+    whole = len(folded) // lanes * lanes
+    out: Array = ufunc.reduce(folded[:whole].reshape(-1, lanes), axis=0, dtype=values.dtype)
+    rest = len(folded) - whole
+    out[:rest] = ufunc(out[:rest], folded[whole:], dtype=values.dtype)
     return out
