@@ -289,7 +289,7 @@ DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_
 }
 
 DeviceProgram DeviceQueue::Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
-                                   std::span<const std::uint16_t> edges, bool ahead,
+                                   std::span<const std::uint16_t> edges, Signals signals,
                                    std::span<const MessagesPlace> kernels) const {
   bool proxied = false;
   std::set<std::uint16_t> near;
@@ -299,7 +299,7 @@ DeviceProgram DeviceQueue::Compile(const BoundPlan& plan, std::span<const std::u
     proxied |= edges_[edges[i]].proxy != nullptr;
     if (edges_[edges[i]].near) near.insert(edges[i]);
   }
-  const Signals signals = !ahead ? Signals::kApart : proxied ? Signals::kFull : Signals::kTogether;
+  if (signals == Signals::kTogether && proxied) signals = Signals::kFull;
   return {plan, order, edges, slot_bytes_, signals, near, {}, kernels};
 }
 

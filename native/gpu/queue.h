@@ -118,8 +118,8 @@ struct DeviceAction {
 
 // The streams of a queue, by what they do. Two for each direction of copies, which take turns: a stream that waits for
 // a value in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7
-// us of the 73 that 3 MiB take), and meanwhile the other one copies. Signals have a stream of their own: behind a copy
-// in the same stream they would wait for the one that was begun meanwhile.
+// us of the 73 that 3 MiB take), and meanwhile the other one copies. A signal in the same stream would wait for that
+// one as well, so signals have a stream of their own, but for messages, whose copies take no turns (Signals).
 inline constexpr unsigned kCopyLanes = 2;
 enum DeviceLane : std::uint8_t {
   kOutLanes,                            // fill slots
@@ -137,13 +137,14 @@ enum class Signals : std::uint8_t {
   // collectives inside a host that costs nothing, as sends are ahead of receives by some messages; and each stream that
   // waits delays what the others have waited for.
   kTogether,
-  // It says that slots are full, and whoever has emptied one says so itself: what comes from another host may be long
-  // in coming, and nodes of a graph wait for no more than they must.
+  // It says that slots are full, and whoever has emptied one says so itself, where what comes may be long in coming:
+  // from another host, and in all-to-alls. So it is in graphs, whose calls took 1.13 to 1.18 times as long by kApart.
   kFull,
-  // Whoever has emptied or filled one says so itself, and one stream fills all. So it is with messages, which stand
-  // ready long before they are due, as the host is ahead of the GPU: a signal that stands ready on a stream of its own
-  // delays the user's kernels, by 1.1 to 1.9 us each on H200s, which cost a pipeline 2 to 3 %. On a stream of a copy
-  // engine's it does not, but waits there for the copies of the other direction.
+  // Whoever has emptied or filled one says so itself, and one stream fills all, so that no other copy is begun before
+  // the signal. So it is with messages, which stand ready long before they are due, as the host is ahead of the GPU. A
+  // signal that stands ready on a stream of its own delays the user's kernels, by 1.1 to 1.9 us each on H200s, which
+  // cost a pipeline 2 to 3 %. On a stream of a copy engine's it does not, but waits there for the copies of the other
+  // direction.
   kApart,
 };
 
@@ -312,9 +313,10 @@ class DeviceQueue {
   // Slots of `slot_bytes`, at least as many as the order of the steps counts on. Returns the edge's number.
   std::uint16_t AddEdge(SlotEdge edge);
 
-  // A program of these steps, see DeviceProgram. `ahead`: sends are some messages ahead of receives, as in collectives.
+  // A program of these steps, see DeviceProgram; kTogether becomes kFull where a message goes to another host or comes
+  // from there.
   DeviceProgram Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
-                        std::span<const std::uint16_t> edges, bool ahead,
+                        std::span<const std::uint16_t> edges, Signals signals,
                         std::span<const MessagesPlace> kernels = {}) const;
 
   // What programs of copies need to be captured; before the first of them is.

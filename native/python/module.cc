@@ -156,7 +156,6 @@ nb::object ReadTensor(nb::handle object) {
   HostBuffer host;
   if (KnownTypes::Instance().FindExport(Py_TYPE(object.ptr())) == nullptr || !host.Read(object.ptr(), false))
     return nb::none();
-  if (host.data() == nullptr && host.count() > 0) return nb::none();  // as PyTorch's fake tensors, which say otherwise
   return told(host.data(), host.count(), host.dtype(), Memory::kCpu, 0, nb::none());
 }
 

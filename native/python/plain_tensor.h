@@ -33,7 +33,7 @@ struct PlainTensor {
     if (!type) return std::nullopt;
     std::int64_t count = 1;
     for (std::int32_t i = 0; i < t.ndim; ++i) count *= t.shape[i];
-    if (count > 0 && !Contiguous(t)) return std::nullopt;
+    if (count > 0 && (t.data == nullptr || !Contiguous(t))) return std::nullopt;  // no data: its storage was given back
     return PlainTensor{static_cast<std::byte*>(t.data) + t.byte_offset, static_cast<std::size_t>(count), *type};
   }
 

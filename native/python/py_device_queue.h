@@ -132,7 +132,8 @@ class PyDeviceQueue {
       throw PlanError("a group of more than " + std::to_string(kMostMessages) + " messages");
     std::vector<MessagesPlace> places;
     for (const auto& [args, before, level] : kernels) places.push_back({before, level});
-    DeviceProgram program = Compile(bound, order, edges, ahead, places);
+    const Signals signals = ahead ? Signals::kTogether : p2p ? Signals::kApart : Signals::kFull;
+    DeviceProgram program = Compile(bound, order, edges, signals, places);
     const bool apart = !sends.empty() || !recvs.empty();
     if (apart) program.Part(sends, recvs);
     auto recipe = std::make_shared<CaptureRecipe>(CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends),
@@ -240,10 +241,10 @@ class PyDeviceQueue {
   }
 
   DeviceProgram Compile(const BoundPlan& plan, const std::vector<std::uint32_t>& order,
-                        const std::vector<std::uint16_t>& edges, bool ahead,
+                        const std::vector<std::uint16_t>& edges, Signals signals,
                         const std::vector<MessagesPlace>& kernels) {
     std::lock_guard lock(mutex_);
-    return queue_.Compile(plan, order, edges, ahead, kernels);
+    return queue_.Compile(plan, order, edges, signals, kernels);
   }
 
   static std::vector<DeviceStream> Streams(const std::vector<Address>& addresses) {

@@ -13,7 +13,7 @@ namespace {
 
 // Rank 0 of three, of which rank 2 is on another host, sums with `peer`, and moves some of it inside its GPU. The edge
 // to the other host is the queue's first one: no step but a message may be taken for a user of it.
-void SignalLanes(Gpus& gpus, int peer, bool ahead, bool captured, Signals wanted, const char* what) {
+void SignalLanes(Gpus& gpus, int peer, Signals asked, bool captured, Signals wanted, const char* what) {
   gpus.Edge(0, 0, 2, 0);
   BoundPlan plan(Plan(ScratchAllreduce(2, 0), 2), DType::kInt32, 10, 10, std::span<const std::size_t>{},
                  std::span<const std::size_t>{});
@@ -26,29 +26,34 @@ void SignalLanes(Gpus& gpus, int peer, bool ahead, bool captured, Signals wanted
   }
   CHECK(std::ranges::count(edges, 0) > 1, "steps without an edge");
   const DeviceProgram program = captured ? CaptureRecipe{plan, edges, order, 1, {}, {}}.Program(Gpus::kSlotBytes)
-                                         : gpus.queues[0]->Compile(plan, order, edges, ahead);
+                                         : gpus.queues[0]->Compile(plan, order, edges, asked);
   std::size_t published = 0, granted = 0;
+  std::set<std::uint8_t> filling;
   for (const DeviceAction& a : program.actions) {
     const bool tells = a.step == DeviceStep::kPublish, gives_back = a.step == DeviceStep::kGrant;
     const bool fills = a.stream == kOutLanes, empties = a.stream == kInLanes || a.stream == kInLanes + 1;
     const bool signals = a.stream == kSignalLane;
+    if (a.step == DeviceStep::kCopyOut) filling.insert(a.stream);
     published += tells;
     granted += gives_back;
     CHECK(!tells || (wanted == Signals::kApart ? fills : signals), what);
     CHECK(!gives_back || (wanted == Signals::kTogether ? signals : empties), what);
   }
-  CHECK(published > 0 && granted > 0, what);
+  CHECK(published > 1 && granted > 0, what);
+  CHECK(filling.size() == (wanted == Signals::kApart ? 1 : kCopyLanes), what);
 }
 
 }  // namespace
 
 void SignalsOfPrograms() {
   Gpus gpus(3, 3, 1, false, {0, 0, 1});
-  SignalLanes(gpus, 1, true, false, Signals::kTogether, "collectives inside a host have one stream for signals");
-  SignalLanes(gpus, 1, false, false, Signals::kApart, "messages say themselves what they have done");
-  SignalLanes(gpus, 2, false, false, Signals::kApart, "so do those between hosts");
-  SignalLanes(gpus, 1, true, true, Signals::kFull, "receives of captured calls do");
-  SignalLanes(gpus, 2, true, false, Signals::kFull, "and those of collectives between hosts");
+  using enum Signals;
+  SignalLanes(gpus, 1, kTogether, false, kTogether, "collectives inside a host have one stream for signals");
+  SignalLanes(gpus, 1, kApart, false, kApart, "messages say themselves what they have done");
+  SignalLanes(gpus, 2, kApart, false, kApart, "so do those between hosts");
+  SignalLanes(gpus, 1, kApart, true, kFull, "receives of captured calls do");
+  SignalLanes(gpus, 1, kFull, false, kFull, "and those of all-to-alls");
+  SignalLanes(gpus, 2, kTogether, false, kFull, "and those of collectives between hosts");
 }
 
 // Moves come out as they went in, long ones in parts; and no row is written before what reads it has ended.

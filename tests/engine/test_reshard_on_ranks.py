@@ -8,11 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from blocks import random_layout, values
+from blocks import in_batches_of, random_layout, values
 from cases import variant
 from ranks import Ranks
 
 import hetcoll
+import hetcoll.plan.reshard as plan
 from hetcoll.errors import ArgumentError, BufferTypeError, HetcollError
 from hetcoll.plan.layout import Layout
 from hetcoll.runtime.reshard import Item, reshard
@@ -41,7 +42,12 @@ def move(comm: hetcoll.Communicator, pairs: list[tuple[Layout, Layout]], dtypes:
     assert all(old.tobytes() == item.array.tobytes() for old, item in zip(before, items, strict=True))
 
 
-def move_all(comm: hetcoll.Communicator, config: dict[str, Any]) -> None:
+def move_all(comm: hetcoll.Communicator, config: dict[str, Any], batch: int = plan.BATCH) -> None:
+    with in_batches_of(batch):
+        _move_all(comm, config)
+
+
+def _move_all(comm: hetcoll.Communicator, config: dict[str, Any]) -> None:
     comm, rng = variant(comm, **config), np.random.default_rng(7)
     for turn in range(12):
         shapes = [tuple(map(int, rng.integers(0, 9, rng.integers(0, 4)))) for _ in range(4)]
@@ -61,6 +67,32 @@ def move_all(comm: hetcoll.Communicator, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_from_any_layout_to_any(pool: Pool, transport: str) -> None:
     pool(SIZE).run(move_all, {} if transport == "auto" else {"transport": transport}, timeout=60)
+
+
+def test_in_many_batches(pool: Pool) -> None:
+    pool(SIZE).run(move_all, {}, 1000, timeout=60)
+
+
+def check_many(comm: hetcoll.Communicator) -> str:
+    """Rank 0 gives ranks 1 and 2 an array each, the former with a NaN, in two batches of one reshard."""
+    comm = variant(comm, check="1")
+    pairs = [Layout((1000,), (0,), (), ()), *(Layout((1000,), (rank,), (), ()) for rank in (1, 2))]
+    arrays = [np.ones(pairs[0].shape_on(comm.rank), np.float32) for _ in range(2)]
+    arrays[0][:1] = np.nan
+    items = [Item(array, pairs[0], pairs[to]) for array, to in zip(arrays, (1, 2), strict=True)]
+    with in_batches_of(1):
+        try:
+            found = reshard(comm._core, lambda: items)
+        except ArgumentError as error:
+            return str(error)
+        assert comm.rank != 2 or (found[1] == 1).all()
+    return "moved"
+
+
+def test_a_nan_of_one_batch_keeps_nobody_from_the_next(pool: Pool) -> None:
+    told = pool(SIZE).run(check_many, timeout=60)
+    assert ["not finite" in each for each in told] == [True, True, False, False, False]
+    assert told[2:] == ["moved"] * 3
 
 
 def nothing(comm: hetcoll.Communicator) -> list[Any]:

@@ -7,7 +7,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from blocks import values
+from blocks import in_batches_of, values
 from gpu_kinds import start
 from thorough import parametrize
 from viewed_gpu import fetched, viewed
@@ -51,6 +51,8 @@ def move_all(comm: hetcoll.Communicator) -> None:
     ]
     for kept in (False, True):
         move(comm, pairs, ["float32", "int16", "float32", "float32", "int16"], kept)
+    with in_batches_of(500_000):
+        move(comm, pairs, ["float32", "int16", "float32", "float32", "int16"], False)
 
 
 @parametrize("kinds", ["nca", "na", "nnaa"], first=1)

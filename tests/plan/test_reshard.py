@@ -15,7 +15,7 @@ from blocks import MESHES, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetcoll.errors import ArgumentError
+from hetcoll.errors import ArgumentError, BufferTypeError
 from hetcoll.plan import reshard
 from hetcoll.plan.algorithms.p2p import p2p
 from hetcoll.plan.layout import Box, Layout, extents, first_of, volume, within
@@ -161,14 +161,42 @@ def test_a_part_is_of_a_dimension_that_is_long_enough() -> None:
     assert sent_by((Move(trainer, servers, DType.FLOAT32),), 5, 0) == {(0, target): 1 << 20 for target in range(1, 5)}
 
 
-def test_batches_are_of_so_many_bytes_for_each_rank_that_has_a_part() -> None:
-    two, four = Layout((1000,), (0, 1), (2,), (0,)), Layout((1000,), (2, 3), (2,), (0,))
-    moves = (Move(two, two, DType.UINT8),) * 3 + (Move(two, four, DType.UINT8),) * 5
+def test_batches_are_of_what_a_rank_holds_or_wants() -> None:
+    halves, whole = Layout((1000,), (0, 1), (2,), (0,)), Layout((1000,), (2,), (), ())
+    moves = (Move(halves, halves, DType.UINT8),) * 4 + (Move(halves, whole, DType.UINT8),) * 3
     with patch.object(reshard, "BATCH", 1000):
         batches = reshard.schedule(moves, 0)
     pieces = [[*first.copies, *(each for message in first.messages for each in message.pieces)] for first, _ in batches]
     numbers = [sorted({each.array for each in some}) for some in pieces]
-    assert numbers == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert numbers == [[0, 1], [2, 3], [4], [5], [6]]
+
+
+def test_all_stages_of_a_pipeline_send_at_once() -> None:
+    """Of which each holds its own layers, and the servers want a part of each."""
+    servers = Layout((64, 100), (4, 5, 6, 7), (4,), (0,))
+    moves = tuple(
+        Move(Layout((64, 100), (stage,), (), ()), servers, DType.INT8) for stage in range(4) for _ in range(6)
+    )
+    with patch.object(reshard, "BATCH", 2 * 6400):
+        every = [reshard.schedule(moves, rank) for rank in range(4)]
+    for batches in zip(*every, strict=True):
+        assert [sum(len(message.pieces) for message in first.messages) for first, _ in batches] == [2 * 4] * 4
+    assert len(every[0]) == 3
+
+
+def test_arrays_of_two_kinds_of_float8_share_no_message() -> None:
+    one, other = Layout((9,), (0,), (), ()), Layout((9,), (1,), (), ())
+    for dtype, messages in ((DType.FLOAT8_E4M3FN, 3), (DType.INT8, 1)):
+        assert len(reshard.schedule((Move(one, other, dtype),) * 3, 0)[0][0].messages) == messages
+
+
+def test_equal_layouts_are_told_in_equal_words() -> None:
+    plain = Layout((4, 4), (0, 1), (2, 1), (0, None), (1, 0))
+    odd = Layout(*(tuple(each if each is None else np.int64(each) for each in some) for some in (
+        plain.shape, plain.ranks, plain.mesh, plain.cuts, plain.order)))  # fmt: skip
+    assert (odd, repr(odd)) == (plain, repr(plain))
+    with pytest.raises(BufferTypeError, match=r"ranks: wanted whole numbers, got \(0, 1.5\)"):
+        Layout((4, 4), (0, 1.5), (2,), (0,))  # type: ignore[arg-type]
 
 
 def test_what_is_there_already_is_not_sent() -> None:

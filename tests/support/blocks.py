@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
+from hetcoll.plan import reshard
 from hetcoll.plan.layout import Layout
+from hetcoll.runtime.reshard import _prepare
 
 Arrays = dict[int, np.ndarray[Any, Any]]
 MESHES = [(1,), (2,), (3,), (4,), (5,), (6,), (1, 3), (2, 2), (3, 2), (2, 3), (2, 1, 3), ()]
+
+
+@contextlib.contextmanager
+def in_batches_of(nbytes: int) -> Iterator[None]:
+    """Arrays that change their layout do so, in this process."""
+    try:
+        with patch.object(reshard, "BATCH", nbytes):
+            _prepare.cache_clear()
+            yield
+    finally:
+        _prepare.cache_clear()
 
 
 def block(whole: np.ndarray[Any, Any], layout: Layout, at: tuple[int, ...]) -> np.ndarray[Any, Any]:

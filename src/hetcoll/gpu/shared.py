@@ -74,7 +74,9 @@ class GpuShare:
         topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
         self.topology = topology.with_ports([gpu.ports for gpu in self.gpus])
         self._failed: dict[Pair, str] = {}
-        apart = all(gpu.vendor for gpu in self.gpus) and len(served(self.topology.islands, self.gpus)) > 1
+        parts = served(self.topology.islands, self.gpus)
+        apart = all(gpu.vendor for gpu in self.gpus) and len(parts) > 1
+        near = near and len(parts) == 1 < len(self.gpus)
         rooms, fast = [gpu.room for gpu in self.gpus], slot_bytes(self.topology, near=near)
         self.slot_bytes = slots_that_fit(self.topology, self.pinned, rooms, fast, kernels=apart)
         demand = Demand.of(self.topology, wiring.locals, kernels=apart)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 from ..errors import ArgumentError, BufferTypeError
 
@@ -20,11 +22,11 @@ Box = tuple[tuple[int, int], ...]
 """A block of an array: where it begins and ends in each dimension."""
 
 
-def _extent(value: object) -> int:
+def _whole(values: Iterable[Any], name: str) -> tuple[int, ...]:
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # what has none is told
+        return tuple(map(operator.index, values))
     except TypeError:
-        raise BufferTypeError(f"shape: wanted a whole number, got {value!r}") from None
+        raise BufferTypeError(f"{name}: wanted whole numbers, got {values!r}") from None
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Layout:
     ArgumentError
         There is no such mesh, or no such dimension of the array.
     BufferTypeError
-        An extent of the array is no whole number.
+        An extent, a rank or a dimension is no whole number.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +54,10 @@ class Layout:
     order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(map(_extent, self.shape)))
+        for name in ("shape", "ranks", "mesh", "order"):  # equal layouts are told to others in equal words
+            object.__setattr__(self, name, _whole(getattr(self, name), name))
+        cuts = tuple(dim if dim is None else _whole([dim], "cuts")[0] for dim in self.cuts)
+        object.__setattr__(self, "cuts", cuts)
         if min(self.shape, default=0) < 0:
             raise ArgumentError(f"shape: wanted extents of 0 or more, got {self.shape}")
         if min(self.mesh, default=1) < 1 or math.prod(self.mesh) != len(self.ranks):

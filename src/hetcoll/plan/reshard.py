@@ -6,20 +6,20 @@ whoever has least to send so far. Where more ranks want a block than hold it, ea
 round they pass these on to each other. So the ranks that hold something send it all once, and all links are in use.
 
 A round is one group of messages (`algorithms.p2p`), which the simulator proves. Arrays are moved in batches, one behind
-the other, so that the first are under way while later ones are packed, and packing takes a batch's memory. Every rank
-draws its own messages from the same arguments; what is done here follows from them alone.
+the other, so that on GPUs the first are under way while the host packs later ones, and packing takes a batch's memory.
+A batch has arrays of all ranks that hold some, so all send at once. Every rank draws its own messages from the same
+arguments; what is done here follows from them alone.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..types import DType
+from ..types import OCP_OF, DType
 from .ir import cut
 from .layout import Box, Layout, common, extents, volume
 
@@ -28,7 +28,11 @@ GRAIN = 1 << 18
 
 
 BATCH = 1 << 27
-"""Bytes of arrays in a batch for each rank that has a part in them."""
+"""Bytes in a batch, about, of what a rank holds or wants of arrays with the same source ranks."""
+
+
+_OF_TWO_KINDS = frozenset(OCP_OF.values())
+"""Types for which arrays may be of another kind, which a message cannot mix."""
 
 
 class Move(NamedTuple):
@@ -76,16 +80,18 @@ def schedule(moves: Sequence[Move], rank: int) -> list[tuple[Round, Round]]:
     return [_batch(moves, numbers, rank, load) for numbers in _batches(moves)]
 
 
-def _batches(moves: Sequence[Move]) -> Iterator[range]:
-    begin, share = 0, 0.0
+def _batches(moves: Sequence[Move]) -> list[list[int]]:
+    """Numbers of arrays."""
+    found: dict[int, list[int]] = {}
+    before: Counter[tuple[int, ...]] = Counter()  # by the ranks that hold them: bytes of earlier ones
     for number, (source, target, dtype) in enumerate(moves):
-        share += math.prod(source.shape) * dtype.itemsize / len({*source.ranks, *target.ranks})
-        if share >= BATCH or number + 1 == len(moves):
-            yield range(begin, number + 1)
-            begin, share = number + 1, 0.0
+        found.setdefault(before[source.ranks] // BATCH, []).append(number)
+        firsts = (next(iter(each.boxes.values())) for each in (source, target))  # no block is longer
+        before[source.ranks] += dtype.itemsize * max(map(volume, firsts))
+    return [found[at] for at in sorted(found)]
 
 
-def _batch(moves: Sequence[Move], numbers: range, rank: int, load: Counter[int]) -> tuple[Round, Round]:
+def _batch(moves: Sequence[Move], numbers: Sequence[int], rank: int, load: Counter[int]) -> tuple[Round, Round]:
     rounds: tuple[list[Piece], list[Piece]] = [], []
 
     def note(number: int, *piece: *tuple[int, int, int, Box]) -> None:
@@ -150,18 +156,19 @@ def _parts(box: Box, parts: int) -> list[Box]:
 
 def _round(moves: Sequence[Move], pieces: list[Piece]) -> Round:
     messages: list[tuple[int, int, list[Piece]]] = []
-    packed: dict[tuple[int, int, DType], list[Piece]] = {}
+    packed: dict[tuple[int, int, DType, int], list[Piece]] = {}
     for piece in pieces:
         _, source, target, box = piece
         if source == target:
             continue
         dtype = moves[piece.array].dtype
+        key = (source, target, dtype, piece.array if dtype in _OF_TWO_KINDS else -1)
         if volume(box) * dtype.itemsize >= GRAIN:
             messages.append((source, target, [piece]))
-        elif (together := packed.get((source, target, dtype))) is not None:
+        elif (together := packed.get(key)) is not None:
             together.append(piece)
         else:
-            packed[source, target, dtype] = [piece]
-            messages.append((source, target, packed[source, target, dtype]))
+            packed[key] = [piece]
+            messages.append((source, target, packed[key]))
     copies = tuple(piece for piece in pieces if piece.source == piece.target)
     return Round(copies, tuple(Message(source, target, tuple(some)) for source, target, some in messages))

@@ -291,8 +291,7 @@ class Planner:
 
     @property
     def own_plans(self) -> bool:
-        """Whether some collective is not the library's though that serves all ranks: HETCOLL_ALGO names its algorithm,
-        or sums have the order of ranks."""
+        """Whether HETCOLL_ALGO, or the order of ranks, takes collectives from a library that serves all ranks."""
         return bool(self._forced) or self.ordered
 
     def asked(self, collective: Collective) -> str | None:

@@ -67,10 +67,13 @@ def reshard(core: Core, asked: Callable[[], Sequence[Item]]) -> list[Any]:
     except Exception as error:  # whatever it is: the others are not to wait for this rank
         problem = error
     _agree(core, prepared, sources, problem)
+    odd: list[ArgumentError] = []
     for steps in prepared.steps:
-        _exchange(core, steps.messages, results if steps.passes_on else sources, results)
+        _exchange(core, steps.messages, results if steps.passes_on else sources, results, odd)
         for number, target, source in steps.copies:
             results[number].array[target] = sources[number].array[source]
+    if odd:
+        raise odd[0]
     return [each.array for each in results]
 
 
@@ -152,8 +155,11 @@ def _prepare(moves: tuple[Move, ...], rank: int) -> _Prepared:
     return _Prepared(moves, each, _hash("".join(each)), steps)
 
 
-def _exchange(core: Core, ends: Sequence[_End], held: Sequence[_Array], wanted: Sequence[_Array]) -> None:
-    """One group of messages. What does not lie in one piece is packed before, or unpacked after."""
+def _exchange(
+    core: Core, ends: Sequence[_End], held: Sequence[_Array], wanted: Sequence[_Array], odd: list[ArgumentError]
+) -> None:
+    """One group of messages. What does not lie in one piece is packed before, or unpacked after. What HETCOLL_CHECK
+    finds odd is noted: the other ranks are to get theirs."""
     messages, unpack = [], []
     for kind, peer, count, blocks in ends:
         first, arrays = blocks[0], held if kind == SEND else wanted
@@ -170,7 +176,10 @@ def _exchange(core: Core, ends: Sequence[_End], held: Sequence[_Array], wanted: 
         messages.append(OneWay(kind, travels, peer))
     if messages:
         check = core.message_check
-        (core.exchange_all if check is None else check.exchange_all)(messages, core.config.timeout)
+        try:
+            (core.exchange_all if check is None else check.exchange_all)(messages, core.config.timeout)
+        except ArgumentError as error:
+            odd.append(error)
     for blocks, memory in unpack:
         for number, index, part in _parts(blocks, memory):
             wanted[number].array[index] = part

@@ -113,7 +113,7 @@ def reshard(
 
 def reshard_all(items: Sequence[Item], group: dist.ProcessGroup | Communicator | None = None) -> list[torch.Tensor]:
     """As `reshard`, of several tensors at once, such as those of a state dict: ``(tensor, source, target)`` each, or
-    ``(tensor, source, target, out)``, in the same order on all ranks. They travel in batches, each a group of messages.
+    ``(tensor, source, target, out)``, in the same order on all ranks. They travel in batches.
     """
     comm = _communicator(group)
     results: list[_Result] = []
