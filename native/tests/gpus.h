@@ -272,7 +272,7 @@ struct Reduction {
         const bool sends = s.op == Op::kSend;
         edges.push_back(talks ? gpus.Edge(rank, sends ? rank : s.peer, sends ? s.peer : rank, s.channel) : 0);
       }
-      DeviceProgram program = gpus.queues[r]->Compile(bound[r], orders[r], edges, true);
+      DeviceProgram program = gpus.queues[r]->Compile(bound[r], orders[r], edges, Signals::kTogether);
       const auto* kernels = FindKernels(kType, ReduceOp::kSum);
       const DeviceKernel reduce{const_cast<Kernels*>(kernels), 1, 1, 1};
       shapes[r] = std::make_unique<DeviceShape>(DeviceShape{std::move(program), reduce, {}, ItemSize(kType), 1});
