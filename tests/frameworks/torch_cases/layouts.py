@@ -175,7 +175,7 @@ def what_makes_no_sense_is_told_in_our_words() -> None:
     with pytest.raises(ValueError, match=r"items: wanted .*, got Tensor"):
         reshard_all((mine, rows, rows))  # type: ignore[arg-type]
     for args, words in (
-        (((4.5, 2), [0], [Shard(0)]), r"shape: wanted a whole number, got 4\.5"),
+        (((4.5, 2), [0], [Shard(0)]), r"shape: wanted whole numbers, got \(4\.5, 2\)"),
         ((4, [0], [Shard(0)]), "shape: wanted a list, got 4"),
         (((4, 2), None, [Shard(0)]), "mesh: wanted a DeviceMesh or ranks in nested lists, got None"),
         (((4, 2), [[0, 1], [2]], [Shard(0)]), "mesh: wanted a DeviceMesh or ranks in nested lists"),
