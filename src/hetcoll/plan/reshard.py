@@ -25,12 +25,8 @@ from .layout import Box, Layout, common, extents, volume
 
 GRAIN = 1 << 18
 """Bytes: parts are no shorter. What is shorter by itself travels packed with others, since a message has its price."""
-
-
 BATCH = 1 << 27
 """Bytes in a batch, about, of what a rank holds or wants of arrays with the same source ranks."""
-
-
 _OF_TWO_KINDS = frozenset(OCP_OF.values())
 """Types for which arrays may be of another kind, which a message cannot mix."""
 
@@ -81,7 +77,7 @@ def schedule(moves: Sequence[Move], rank: int) -> list[tuple[Round, Round]]:
 
 
 def _batches(moves: Sequence[Move]) -> list[list[int]]:
-    """Numbers of arrays."""
+    """The numbers of each one's arrays."""
     found: dict[int, list[int]] = {}
     before: Counter[tuple[int, ...]] = Counter()  # by the ranks that hold them: bytes of earlier ones
     for number, (source, target, dtype) in enumerate(moves):
