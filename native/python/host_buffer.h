@@ -94,17 +94,12 @@ class HostBuffer {
   bool ReadTensor(PyObject* object, KnownTypes::Export function) {
     DlTensor t{};
     const std::optional<PlainTensor> plain = PlainTensor::Read(object, function, t);
-    if (!plain || !OnHost(t)) return false;
+    if (!plain || !t.OnHost()) return false;
     data_ = plain->data;
     count_ = plain->count;
     nbytes_ = count_ * ItemSize(plain->dtype);
     dtype_ = plain->dtype;
     return true;
-  }
-
-  static bool OnHost(const DlTensor& t) {
-    constexpr std::int32_t kCpu = 1, kCudaHost = 3, kRocmHost = 11;
-    return t.device_type == kCpu || t.device_type == kCudaHost || t.device_type == kRocmHost;
   }
 
   static std::optional<DType> ParseFormat(const char* f, Py_ssize_t itemsize) {

@@ -33,6 +33,11 @@ struct DlTensor {
   std::int64_t* shape;
   std::int64_t* strides;
   std::uint64_t byte_offset;
+
+  bool OnHost() const {
+    constexpr std::int32_t kCpu = 1, kCudaHost = 3, kRocmHost = 11;
+    return device_type == kCpu || device_type == kCudaHost || device_type == kRocmHost;
+  }
 };
 static_assert(sizeof(DlTensor) == 48);
 

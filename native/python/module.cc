@@ -145,18 +145,23 @@ nb::object ReadMemory(nb::handle object, bool writable) {
 // A tensor of a known type: address, count, type, DLPack's device type and number, and on a GPU the current stream.
 // None for all else.
 nb::object ReadTensor(nb::handle object) {
-  const auto told = [](const std::byte* data, std::size_t count, DType dtype, int kind, int number, nb::object stream) {
-    return nb::make_tuple(reinterpret_cast<std::uintptr_t>(data), count, static_cast<int>(dtype), kind, number, stream);
+  const auto told = [](const PlainTensor& plain, int kind, int number, const nb::object& stream) {
+    const auto address = reinterpret_cast<std::uintptr_t>(plain.data);
+    return nb::make_tuple(address, plain.count, static_cast<int>(plain.dtype), kind, number, stream);
   };
-  if (const std::optional<GpuTensor> tensor = GpuTensor::Read(object.ptr())) {
-    const PlainTensor& plain = tensor->plain;
-    return told(plain.data, plain.count, plain.dtype, tensor->device_type, tensor->device_id,
-                nb::int_(reinterpret_cast<std::uintptr_t>(tensor->stream)));
+  const KnownTypes::TensorType* type = KnownTypes::Instance().FindTensorType(Py_TYPE(object.ptr()));
+  std::optional<GpuTensor> tensor;
+  if (type != nullptr) {
+    DlTensor t{};
+    const std::optional<PlainTensor> plain = PlainTensor::Read(object.ptr(), type->function, t);
+    if (plain && t.OnHost()) return told(*plain, Memory::kCpu, 0, nb::none());
+    if (plain) tensor = GpuTensor::Of(*type, *plain, t);
+  } else {
+    tensor = GpuTensor::Read(object.ptr());
   }
-  HostBuffer host;
-  if (KnownTypes::Instance().FindExport(Py_TYPE(object.ptr())) == nullptr || !host.Read(object.ptr(), false))
-    return nb::none();
-  return told(host.data(), host.count(), host.dtype(), Memory::kCpu, 0, nb::none());
+  if (!tensor) return nb::none();
+  const nb::int_ stream(reinterpret_cast<std::uintptr_t>(tensor->stream));
+  return told(tensor->plain, tensor->device_type, tensor->device_id, stream);
 }
 
 // Binds a plan for nobody, as an engine would: its steps, and its bytes of scratch memory.

@@ -100,7 +100,6 @@ struct GpuTensor {
 
   // Nothing, and no Python error set, for all other objects.
   static std::optional<GpuTensor> Read(PyObject* object) {
-    constexpr std::int32_t kCuda = 2, kRocm = 10;
     if (KnownTypes::Instance().IsMemory(object)) {
       const Memory& memory = *nanobind::inst_ptr<Memory>(object);
       if (!memory.stream || memory.device_type == Memory::kCpu) return std::nullopt;
@@ -113,13 +112,19 @@ struct GpuTensor {
     if (known == nullptr || known->current_stream == nullptr) return std::nullopt;
     DlTensor t{};
     const std::optional<PlainTensor> plain = PlainTensor::Read(object, known->function, t);
-    if (!plain || (t.device_type != kCuda && t.device_type != kRocm)) return std::nullopt;
+    return plain ? Of(*known, *plain, t) : std::nullopt;
+  }
+
+  // `plain`, of a tensor of this type that exported `t`; likewise.
+  static std::optional<GpuTensor> Of(const KnownTypes::TensorType& type, const PlainTensor& plain, const DlTensor& t) {
+    const bool on_gpu = t.device_type == Memory::kCuda || t.device_type == Memory::kRocm;
+    if (!on_gpu || type.current_stream == nullptr) return std::nullopt;
     void* stream = nullptr;
-    if (known->current_stream(t.device_type, t.device_id, &stream) != 0) {
+    if (type.current_stream(t.device_type, t.device_id, &stream) != 0) {
       PyErr_Clear();
       return std::nullopt;
     }
-    return GpuTensor{*plain, t.device_type, t.device_id, stream};
+    return GpuTensor{plain, t.device_type, t.device_id, stream};
   }
 };
 
