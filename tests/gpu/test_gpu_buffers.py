@@ -118,6 +118,9 @@ def test_known_tensors_that_are_read_the_long_way() -> None:
     odd = [gradient, Quick(2, 7), Quick(2, dtype=DType.COMPLEX64), Quick(2, shape=(2, 3), strides=(1, 2)), 3]
     for array in odd:
         assert _native.read_tensor(array) is None
+    freed = Quick(1)
+    freed.held.tensor.data = 0
+    assert _native.read_tensor(freed) is None
     on_host = _native.read_tensor(Quick(1))
     assert on_host is not None
     assert on_host[3:] == (1, 0, None)
