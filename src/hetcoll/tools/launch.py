@@ -23,7 +23,6 @@ from .processes import Command, Job, Printer
 
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15"
 _MOST = 1 << 16  # ranks of a host: no host has so many processes to spare, and a list of more may not fit its memory
-_LONGEST = 2e6  # seconds that a selector may wait
 _AGENT_GRACE = 5.0  # seconds beyond the ranks' own that a launcher on another host has to end
 
 
@@ -226,7 +225,7 @@ def _attempts(
             commands(name),
             name,
             printer,
-            grace=min(options.grace + (_AGENT_GRACE if on_hosts else 0.0), _LONGEST),
+            grace=options.grace + (_AGENT_GRACE if on_hosts else 0.0),
             keep_going=options.keep_going or options.respawns > 0,
             respawns=0 if on_hosts else options.respawns,
             until_stdin_ends=until_stdin_ends,

@@ -20,6 +20,7 @@ from typing import BinaryIO
 from . import watchdog
 
 _CHUNK = 64 << 10
+_LONGEST_SLEEP = 3600.0  # seconds: a selector counts no more than some weeks
 _LONGEST_LINE = 16 << 20  # bytes; a longer one is cut
 _TAIL_LINES = 20
 _DRAIN = 1.0  # seconds for output that comes after the processes ended
@@ -233,7 +234,7 @@ class Job:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._kill_groups()
-        waits = [longest, None if self._kill_at is None else self._kill_at - now]
+        waits = [longest, None if self._kill_at is None else min(self._kill_at - now, _LONGEST_SLEEP)]
         for key, _ in self._selector.select(min((wait for wait in waits if wait is not None), default=None)):
             if isinstance(key.data, _Stream):
                 self._read(key.data)
