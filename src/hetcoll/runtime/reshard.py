@@ -175,11 +175,13 @@ def _exchange(
             unpack.append((blocks, memory))
         messages.append(OneWay(kind, travels, peer))
     if messages:
-        check = core.message_check
-        try:
-            (core.exchange_all if check is None else check.exchange_all)(messages, core.config.timeout)
-        except ArgumentError as error:
-            odd.append(error)
+        if (check := core.message_check) is None:
+            core.exchange_all(messages, core.config.timeout)
+        else:
+            try:
+                check.exchange_all(messages, core.config.timeout)
+            except ArgumentError as error:
+                odd.append(error)
     for blocks, memory in unpack:
         for number, index, part in _parts(blocks, memory):
             wanted[number].array[index] = part
