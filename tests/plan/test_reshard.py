@@ -192,8 +192,8 @@ def test_arrays_of_two_kinds_of_float8_share_no_message() -> None:
 
 def test_equal_layouts_are_told_in_equal_words() -> None:
     plain = Layout((4, 4), (0, 1), (2, 1), (0, None), (1, 0))
-    odd = Layout(*(tuple(each if each is None else np.int64(each) for each in some) for some in (
-        plain.shape, plain.ranks, plain.mesh, plain.cuts, plain.order)))  # fmt: skip
+    fields = plain.shape, plain.ranks, plain.mesh, plain.cuts, plain.order
+    odd = Layout(*(tuple(each if each is None else np.int64(each) for each in field) for field in fields))
     assert (odd, repr(odd)) == (plain, repr(plain))
     with pytest.raises(BufferTypeError, match=r"ranks: wanted whole numbers, got \(0, 1.5\)"):
         Layout((4, 4), (0, 1.5), (2,), (0,))  # type: ignore[arg-type]
@@ -216,6 +216,11 @@ def test_long_pieces_travel_as_they_are_and_short_ones_together() -> None:
 def test_shapes() -> None:
     layout = Layout((5, 3), (4, 1, 0), (3,), (0,))
     assert [layout.shape_on(rank) for rank in range(5)] == [(1, 3), (2, 3), (0,), (0,), (2, 3)]
+    both = Layout((7, 5), (6, 2, 4, 0, 1, 3), (2, 3), (1, 0), (1, 0))
+    assert {rank: both.shape_on(rank) for rank in both.ranks} == {
+        rank: extents(box) for rank, box in both.boxes.items()
+    }
+    assert both.first == both.boxes[6]
     assert [extents(box) for box in Layout((2,), (0, 1, 2, 3), (4,), (0,)).boxes.values()] == [(1,), (1,), (0,), (0,)]
 
 

@@ -86,9 +86,20 @@ class Layout:
                 box[dim] = _chunk(*box[dim], self.mesh[number], at[number])
         return tuple(box)
 
+    @property
+    def first(self) -> Box:
+        """The block that the mesh's first rank holds: none is longer."""
+        return self._box((0,) * len(self.mesh))
+
     def shape_on(self, rank: int) -> tuple[int, ...]:
         """Of the block that `rank` holds; (0,) where it is not in the mesh."""
-        return extents(self.boxes[rank]) if rank in self.boxes else (0,)
+        if rank not in self.ranks:
+            return (0,)
+        at, number = list[int](), self.ranks.index(rank)
+        for extent in reversed(self.mesh):
+            number, place = divmod(number, extent)
+            at.insert(0, place)
+        return extents(self._box(tuple(at)))
 
     def __str__(self) -> str:
         cuts = ", ".join("Replicate()" if dim is None else f"Shard({dim})" for dim in self.cuts)

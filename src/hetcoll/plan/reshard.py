@@ -82,8 +82,7 @@ def _batches(moves: Sequence[Move]) -> list[list[int]]:
     before: Counter[tuple[int, ...]] = Counter()  # by the ranks that hold them: bytes of earlier ones
     for number, (source, target, dtype) in enumerate(moves):
         found.setdefault(before[source.ranks] // BATCH, []).append(number)
-        firsts = (next(iter(each.boxes.values())) for each in (source, target))  # no block is longer
-        before[source.ranks] += dtype.itemsize * max(map(volume, firsts))
+        before[source.ranks] += dtype.itemsize * max(volume(source.first), volume(target.first))
     return [found[at] for at in sorted(found)]
 
 
