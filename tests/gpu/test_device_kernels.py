@@ -129,7 +129,7 @@ def test_oneshot_launches_serve_every_size() -> None:
     for dtype in DType:
         for nbytes in (8, 100, 4096, 32768):
             count = -(-nbytes // dtype.itemsize)
-            grid, block = KernelTable.oneshot_launch(count, dtype.itemsize)
+            grid, block = KernelTable.oneshot_launch(count, dtype.itemsize, 32)
             assert 1 <= grid <= 32
             assert block <= 512
             assert KernelTable.oneshot_words(count * dtype.itemsize) * 4 >= count * dtype.itemsize

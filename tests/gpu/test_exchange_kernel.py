@@ -25,10 +25,10 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll import calls
+from hetcoll.gpu import slots
 from hetcoll.gpu.one_kernel import STATE_BYTES, OneKernel
-from hetcoll.gpu.slots import BLOCKS, RING_SLOT_BYTES, RING_SLOTS, WORD_BYTES
+from hetcoll.gpu.slots import HOST_RINGS
 from hetcoll.plan import one_kernel
-from hetcoll.vendors.devices.kernels.table import ONESHOT_RANKS
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,8 @@ class Rings:
 
     def __init__(self, machine: PlainMachine, size: int) -> None:
         self.machine, self.size = machine, size
-        words = BLOCKS * RING_SLOTS * (1 + ONESHOT_RANKS) * WORD_BYTES
-        self.segment = types.SimpleNamespace(
-            rings=[machine.allocate(BLOCKS * RING_SLOTS * RING_SLOT_BYTES) for _ in range(size)],
-            ring_words=[self._zeros(words) for _ in range(size)],
-            aborts=[self._zeros(LINE) for _ in range(size)],
-        )
+        self.rings = slots.Rings(HOST_RINGS, [self._zeros(HOST_RINGS.nbytes) for _ in range(size)])
+        self.segment = types.SimpleNamespace(aborts=[self._zeros(LINE) for _ in range(size)])
         self.states = [self._zeros(STATE_BYTES) for _ in range(size)]
 
     def _zeros(self, nbytes: int) -> int:
@@ -66,7 +62,7 @@ class RankOfRings:
         device: Any = types.SimpleNamespace(kernels=lambda: kernels)
         share: Any = types.SimpleNamespace(segment=rings.segment, here=rank)
         queue: Any = types.SimpleNamespace(bind_kernel=dict)
-        self._kernel = OneKernel(queue, device, share, rings.states[rank], rank, rings.size)
+        self._kernel = OneKernel(queue, device, share, rings.rings, rings.states[rank], rank, rings.size, ordered=False)
 
     def __getattr__(self, name: str) -> Callable[..., hetcoll.Work]:
         def call(*args: Any, async_op: bool) -> hetcoll.Work:

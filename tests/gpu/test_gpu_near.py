@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
+import unittest.mock
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import fakes
+import numpy as np
 import pytest
 from gpu_calls import OTHERS, SOME, cases_of, check, device_of_rank, every_reduction, overlap, run_on_gpu
 from gpu_kinds import VENDOR, start
@@ -18,7 +22,10 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import ArgumentError
+from hetcoll.gpu import path_probe
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.near import NearMemory
+from hetcoll.gpu.slots import GPU_RINGS, Rings
 from hetcoll.types import DType
 
 DIRECT = "direct,alltoall:pairwise,alltoallv:pairwise"
@@ -107,7 +114,7 @@ def test_the_library_keeps_what_is_not_named(whole: Any, kinds: str) -> None:
     ranks = whole(kinds, HETCOLL_ALGO="allgather:direct")
     for gpus, paths in ranks.run(told, "allgather", "allreduce", timeout=60):
         assert gpus[0].startswith("direct, in pieces of up to ")
-        assert gpus[1].startswith("one call of ")
+        assert "one call of " in gpus[1]
         assert "through slots in the receiving GPU's memory (mapped: one host), tried with bytes" in paths[0]
     check(ranks, [Case("allgather", count=MANY), Case("allreduce", count=70_001)])
 
@@ -137,3 +144,34 @@ def test_what_cannot_be_had_is_said_on_the_line_of_the_call() -> None:
         wanted = "HETCOLL_ALGO asks for allreduce by chained, which 2 ranks with GPUs cannot do: wanted "
         for text in ranks.run(refused, timeout=60):
             assert text.startswith(wanted)
+
+
+def without_rings(comm: hetcoll.Communicator, blank: bool) -> tuple[str, str]:
+    """Ranks but the first see their own rings in the place of others', or some where nothing comes."""
+
+    def at(self: NearMemory) -> Rings:
+        mine = self._bases[self._here]
+        others = DeviceArray.of(self._device, np.zeros(GPU_RINGS.nbytes, np.uint8)) if blank else None
+        kept.append(others)
+        seen = [mine if others is None or place == self._here else others.ptr for place in range(len(self._seen))]
+        return Rings(GPU_RINGS, seen)
+
+    kept: list[DeviceArray | None] = []
+    wrong = unittest.mock.patch.object(NearMemory, "rings", property(at)) if comm.rank else contextlib.nullcontext()
+    with wrong, unittest.mock.patch.object(path_probe, "SECONDS", 1.0):
+        run_on_gpu(comm, [Case("allreduce", count=9)])
+    run_on_gpu(comm, [Case("allreduce", count=count) for count in (1009, 70_001)])
+    return comm.explain("allreduce", 4).gpus, comm.explain("allgather", 1 << 16).gpus
+
+
+@pytest.mark.fakes
+@parametrize(("kinds", "blank", "why"), [
+    ("nnn", False, r"rank 1: from rank 0: \d+ of 20011 bytes came wrong, the first at 0"),
+    ("aa", True, r"rank [01]: no kernel of all other ranks came in 1 s"),
+], first=1)  # fmt: skip
+def test_rings_that_carry_nothing_or_something_else_are_not_used(kinds: str, blank: bool, why: str) -> None:
+    with start(kinds) as ranks:
+        for told in ranks.run(without_rings, blank, timeout=100):
+            for each in told:
+                assert each.startswith("one call of ")
+                assert re.search(f"not by one kernel: the GPUs do not reach each other's memory: {why}", each), each

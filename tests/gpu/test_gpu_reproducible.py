@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ from rank_order import in_rank_order, same, terms
 from thorough import parametrize
 
 import hetcoll
+from hetcoll.plan import one_kernel
 
 pytestmark = pytest.mark.fakes
 
@@ -55,16 +57,23 @@ def test_gpus_give_the_bits_of_cpus(gpus: str, env: dict[str, Any]) -> None:
     assert all("in the order of ranks" in each for each in told)
 
 
-def over(comm: hetcoll.Communicator) -> tuple[str, list[str]]:
-    sums(comm, ["float32"], [300_001])
-    told = comm.explain("allreduce", 1 << 24)
-    return told.gpus, told.paths
+def over(comm: hetcoll.Communicator) -> tuple[list[str], tuple[str, ...]]:
+    sums(comm, DTYPES, COUNTS)
+    with unittest.mock.patch.multiple(one_kernel, MOST_ORDERED=0, SMALL_NEAR=0):
+        sums(comm, DTYPES, [300_001])
+    told = [comm.explain("allreduce", nbytes) for nbytes in (64 << 10, 1 << 20, 1 << 25)]
+    return [each.gpus for each in told], told[0].paths
 
 
-def test_gpus_of_one_library_use_the_links_between_them() -> None:
-    with start("nn", HETCOLL_REPRODUCIBLE="1") as ranks:
+@parametrize("kinds", ["nnn", "aa"], first=1)
+def test_gpus_of_one_library_use_the_links_between_them(kinds: str) -> None:
+    """By kernels, and beyond these through slots in their own memory."""
+    with start(kinds, HETCOLL_REPRODUCIBLE="1") as ranks:
         for gpus, paths in ranks.run(over):
-            assert "in the order of ranks" in gpus
+            assert gpus[0].startswith("oneshot, one kernel a rank (before ")
+            assert gpus[1].startswith("exchange, one kernel a rank (before ")
+            assert "one kernel a rank (before" not in gpus[2]
+            assert all("in the order of ranks" in each for each in gpus)
             assert "through slots in the receiving GPU's memory" in paths[0]
 
 

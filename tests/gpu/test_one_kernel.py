@@ -32,6 +32,7 @@ from hetcoll.vendors.devices.kernels.table import AWAITED, ONESHOT_RANKS
 Launch = Callable[..., Ranks]
 VENDOR, DEVICE = {"n": "cuda", "a": "hip", "p": "posing"}, {"n": "cuda", "a": "hip", "p": "hip"}
 EVERYWHERE = ["na", "np", "nnaa"]  # the second one on real GPUs, too
+ALIKE = ["nn", "aaa"]  # through the memory of the GPUs; the first one on real GPUs, too
 
 
 def launch(place: str, kinds: str, **settings: Any) -> Ranks:
@@ -66,7 +67,7 @@ def explained(comm: hetcoll.Communicator) -> list[str]:
     return [comm.explain(kind, comm.size * 50_003).gpus.partition(" (before ")[0] for kind in BY_KERNEL]
 
 
-@parametrize("kinds", ["naa", *EVERYWHERE], first=1)
+@parametrize("kinds", ["naa", *ALIKE, *EVERYWHERE], first=2)
 def test_short_collectives_are_one_kernel(gpus: Launch, kinds: str) -> None:
     ranks = gpus(kinds)
     told = [f"{'exchange' if 'reduce' in kind else 'gather'}, one kernel a rank" for kind in BY_KERNEL]
@@ -88,6 +89,8 @@ def test_every_type_that_a_root_reduces(gpus: Launch) -> None:
 
 # All ways in any order.
 
+LIMITS = ("MOST_MOVED", "MOST_ALONE", "MOST_ONE_SHOT", "MOST_NEAR", "MOST_CUT")
+
 
 def in_a_row(comm: hetcoll.Communicator, cases: list[Case], often: float) -> None:
     """The host waits for none of them. Every rank is late at other calls. No size is too large for a kernel."""
@@ -99,13 +102,13 @@ def in_a_row(comm: hetcoll.Communicator, cases: list[Case], often: float) -> Non
         if dice.random() < often:
             time.sleep(dice.random() * 0.01)
 
-    with unittest.mock.patch.multiple(one_kernel, MOST_MOVED=1 << 30, MOST_ALONE=1 << 30, MOST_ONE_SHOT=1 << 30):
+    with unittest.mock.patch.multiple(one_kernel, **dict.fromkeys(LIMITS, 1 << 30)):
         run_sequence(InARow(comm, device, streams, pause), [(case, True) for case in cases])  # type: ignore[arg-type]
     for stream in streams:
         device.destroy_stream(stream)
 
 
-@parametrize("kinds", [*EVERYWHERE, "naaaa"], first=1)
+@parametrize("kinds", ["nn", *EVERYWHERE, "naaaa", "aaa"], first=2)
 def test_all_ways_in_a_row(gpus: Launch, kinds: str) -> None:
     """A rank that gives to nobody or takes from nobody counts on, and overruns no slot."""
     ranks = gpus(kinds)
@@ -136,7 +139,7 @@ def one_comes_late(comm: hetcoll.Communicator, kind: str, root: int, late: int) 
     device.destroy_stream(stream)
 
 
-@parametrize("kinds", EVERYWHERE, first=2)
+@parametrize("kinds", [*EVERYWHERE, "nn"], first=2)
 @pytest.mark.parametrize(
     ("kind", "root", "late"), [("broadcast", 0, 1), ("scatter", 1, 0), ("reduce", 0, 0), ("gather", 1, 1)]
 )
@@ -239,7 +242,16 @@ def from_all_roots(comm: hetcoll.Communicator, kind: str, begun: Path) -> None:
 
 
 @parametrize(
-    ("kinds", "kind"), [("na", "broadcast"), ("np", "reduce"), ("naa", "gather"), ("nnaa", "scatter")], first=2
+    ("kinds", "kind"),
+    [
+        ("na", "broadcast"),
+        ("nn", "gather"),
+        ("np", "reduce"),
+        ("naa", "gather"),
+        ("nnaa", "scatter"),
+        ("aa", "scatter"),
+    ],
+    first=2,
 )
 def test_a_killed_rank_is_named(lost: Launch, kinds: str, kind: str, tmp_path: Path) -> None:
     ranks, killed = lost(kinds), len(kinds) - 1

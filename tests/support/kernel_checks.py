@@ -196,9 +196,9 @@ def check_every_code(operands: Operands, dtype: DType, shape: Callable[[int, int
 # ---- One-shot ----
 
 
-def expected(dtype: DType, op: ReduceOp, operands: Sequence[Array], divisor: int) -> Array:
-    """Combined in rank order; sums and products of narrow floats in float32, rounded once."""
-    if dtype in NARROW and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD):
+def expected(dtype: DType, op: ReduceOp, operands: Sequence[Array], divisor: int, *, rounds: bool = False) -> Array:
+    """Combined in rank order; sums and products of narrow floats in float32, rounded once, or after each operand."""
+    if not rounds and dtype in NARROW and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD):
         with np.errstate(all="ignore"):
             total = operands[0].astype(np.float32)
             for x in operands[1:]:
@@ -234,17 +234,20 @@ class Ring:
         found = [self.machine.read(state, 8).view(np.uint32) for state in self.states]
         return [(int(x[0]), int(x[1])) for x in found]
 
-    def launch(self, rank: int, dtype: DType, op: ReduceOp, count: int, divisor: int, dst: int, src: int) -> Launch:
+    def launch(
+        self, rank: int, dtype: DType, op: ReduceOp, count: int, divisor: int, dst: int, src: int, rounds: bool = False
+    ) -> Launch:
         areas = self.areas + [0] * (ONESHOT_RANKS - self.size)
         arguments = Oneshot(
-            dst, src, count, tuple(areas), self.states[rank], self.abort, rank, self.size, divisor, self.words
+            dst, src, count, tuple(areas), self.states[rank], self.abort, rank, self.size, divisor, self.words, rounds
         )
-        shape = KernelTable.oneshot_launch(count, dtype.itemsize)
+        shape = KernelTable.oneshot_launch(count, dtype.itemsize, 32)
         return Launch(oneshot_name(dtype, op), *shape, bytes(arguments))
 
     def check(
-        self, dtype: DType, op: ReduceOp, count: int, divisor: int = 1, offset: int = 0, inplace: bool = False
-    ) -> None:
+        self, dtype: DType, op: ReduceOp, count: int, divisor: int = 1, offset: int = 0, inplace: bool = False,
+        *, rounds: bool = False,
+    ) -> None:  # fmt: skip
         """One call on all ranks: the right bits, the same on every rank, and nothing beside them touched."""
         inputs = [bit_patterns(dtype, count, 10 + rank) for rank in range(self.size)]
         nbytes = count * dtype.itemsize
@@ -253,7 +256,7 @@ class Ring:
             place = (dst if inplace else src) + 64 + offset
             self.machine.write(dst + 64 + offset - GUARD, np.full(nbytes + 2 * GUARD, 0x5A, np.uint8))
             self.machine.write(place, as_bytes(inputs[rank]))
-            launches.append(self.launch(rank, dtype, op, count, divisor, dst + 64 + offset, place))
+            launches.append(self.launch(rank, dtype, op, count, divisor, dst + 64 + offset, place, rounds))
         self.machine.run(launches)
         results = []
         for dst, _ in self.buffers:
@@ -263,7 +266,8 @@ class Ring:
             results.append(after[GUARD : GUARD + nbytes])
         for result in results[1:]:
             np.testing.assert_array_equal(result, results[0], err_msg="ranks hold different bits")
-        assert_same(dtype, results[0].view(part_type(dtype)), expected(dtype, op, inputs, divisor), *inputs)
+        want = expected(dtype, op, inputs, divisor, rounds=rounds)
+        assert_same(dtype, results[0].view(part_type(dtype)), want, *inputs)
 
 
 def check_oneshot(machine: Machine, dtype: DType, size: int) -> None:
@@ -279,7 +283,9 @@ def check_oneshot(machine: Machine, dtype: DType, size: int) -> None:
     if dtype in AVERAGED:
         ring.check(dtype, ReduceOp.AVG, 61, divisor=size)
         ring.check(dtype, ReduceOp.AVG, 61, divisor=1000)
-        calls += 2
+        ring.check(dtype, ReduceOp.AVG, 61, divisor=size, rounds=True)
+        ring.check(dtype, ReduceOp.SUM, counts[-1], rounds=True)
+        calls += 4
     assert ring.calls() == [(calls, 0)] * size
 
 

@@ -55,7 +55,7 @@ class CpuRank:
             raise
         self.two_kinds = float8.two_kinds(self._share.gpus)
         self._links = _Links(wiring, self._share, self._exchange)
-        self._choices = GpuPlanner(planner, self._share, islands, {})
+        self._choices = GpuPlanner(planner, self._share, islands, {}, None)
         binder = _HostBinder(wiring, self._links)
         self._plans = GpuPlans(
             wiring.rank, wiring.size, islands, self._share.slot_bytes, binder, planner, self._choices

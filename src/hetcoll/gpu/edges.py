@@ -11,7 +11,7 @@ from ..links.wiring import Check, Wiring
 from ..plan.ir import Op, Plan
 from ..plan.pieces import SLOTS
 from ..runtime.executor import Prepare
-from .near import NearSlots
+from .near import NearMemory
 from .proxy import Proxies
 from .shared import GpuShare
 from .slots import CHANNELS
@@ -35,7 +35,7 @@ class GpuEdges:
         queue: _native.DeviceQueue,
         share: GpuShare,
         proxies: Proxies,
-        near: NearSlots | None,
+        near: NearMemory | None,
         prepare: Prepare,
         seconds: float,
     ) -> None:
@@ -130,10 +130,11 @@ class GpuEdges:
         why = self._share.why(peer)
         if self.far(peer):
             return f"{self._proxies.describe_way(peer)} ({why})"
-        if self._near is not None and peer not in self._near.why_not:
+        if self._near is not None and self._near.serves(peer):
             return f"through slots in the receiving GPU's memory ({why})"
         both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
-        why += f"; not in the GPU's: {self._near.why_not[peer]}" if self._near is not None else ""
+        if self._near is not None and (why_not := self._near.why_not.get(peer)):
+            why += f"; not in the GPU's: {why_not}"
         return f"through slots in the host's memory that {both} ({why})"
 
     def describe_all(self, islands: GpuIslands) -> list[str]:

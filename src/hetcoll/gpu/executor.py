@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import hetcoll._native as _native
 
+from .. import calls
 from ..calls import Call, descriptor
 from ..calls.buffers import KIND_OF, Buffer
 from ..calls.messages import Message, SendRecv
@@ -32,15 +33,15 @@ from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType, Format
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
-from . import float8, path_probe, streams
-from .array import Residual, clear
+from . import float8, path_probe, ring_proof, streams
+from .array import DeviceArray, Residual, clear
 from .deadlines import Deadlines
 from .direct import why_not_direct
 from .edges import GpuEdges
 from .graphs import GpuGraphs
 from .lanes import Lanes
 from .message_kernel import MessageKernel
-from .near import NearSlots
+from .near import NearMemory
 from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
 from .pinned import PinnedMemory
@@ -111,8 +112,9 @@ class GpuExecutor:
             if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            choices = self._choices = GpuPlanner(planner, share, islands, windows)
-            near = NearSlots(device, share, meet, undo) if choices.near else None
+            lender = share.lender
+            near = None if lender is None else NearMemory(device, share, lender, meet, slots=planner.own_plans)
+            choices = self._choices = GpuPlanner(planner, share, islands, windows, near)
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
@@ -120,7 +122,10 @@ class GpuExecutor:
             place = (wiring.rank, wiring.size)
             self.pulls = Pulls(self._queue, self._edges, windows, *place)
             self._plans = GpuPlans(*place, islands, self._slot_bytes, binder, planner, choices)
-            self._one_kernel = OneKernel(self._queue, device, share, self._state, *place)
+            rings = share.segment.rings if near is None else near.rings
+            self._one_kernel = OneKernel(
+                self._queue, device, share, rings, self._state, *place, ordered=planner.ordered
+            )
             self._deadlines = Deadlines(device, timeout)
             undo.callback(self._deadlines.close)
             ways = (self._edges, self._proxies)
@@ -161,9 +166,21 @@ class GpuExecutor:
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all ranks of this host, all ranks together: see `path_probe`."""
         choices, given_up = self._choices, self._proofs.inside(meet, timeout)
-        choices.settle(given_up=given_up, unmapped=self._edges.why_not_captured(None))
+        no_rings = self._prove_rings(meet) if self._share.lender is not None and choices.kernels else ""
+        choices.settle(given_up=given_up, no_rings=no_rings, unmapped=self._edges.why_not_captured(None))
         self.look_at_windows()
         self._plans.kernel = MessageKernel(self._device, self._share, choices.small, self._state + MESSAGES)
+
+    def _prove_rings(self, meet: Meet) -> str:
+        """See `ring_proof.prove`."""
+        place = (self._wiring.rank, self._wiring.size)
+
+        def gather(mine: DeviceArray, got: DeviceArray, stream: int) -> None:
+            shape = self._one_kernel.bind(calls.allgather(*place, mine.buffer(), got.buffer()), "gather")
+            self._calls.run(self.bound(shape, path_probe.LABEL, []), mine.ptr, got.ptr, stream, True)
+
+        with self._watch.patient():
+            return ring_proof.prove(self._device, *place, self._share.here, self._segment, gather, meet)
 
     def _enqueue_pattern(self, out: bool, peer: int, channel: int, address: int, nbytes: int, stream: int) -> None:
         """See `path_probe.Bench`."""

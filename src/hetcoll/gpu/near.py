@@ -1,59 +1,70 @@
-"""Slots in the memory of GPUs, between those of one host that one library serves: for what is taken from it, by
-HETCOLL_ALGO or where sums have the order of ranks.
+"""Memory of GPUs of one host that one library serves, which the others have opened (IPC).
 
-What comes to a rank has its slots on that rank's GPU. The others have opened them (IPC), so that their copy engines
-write over the links between the GPUs. Words of these slots are the host's, as those of all others (`slots`).
+It has rings and areas for what is one kernel a rank. For what is taken from the library by HETCOLL_ALGO, or where sums
+have the order of ranks, it has slots. What comes to a rank has its slots on that rank's GPU, and copy engines of the
+others write there, over the links between the GPUs. Words of these slots are the host's, as those of all others
+(`slots`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import TYPE_CHECKING
 
-from ..errors import DeviceError
+from ..errors import DeviceError, spell_ranks
+from ..plan.one_kernel import MOST_RANKS
 from ..plan.pieces import SLOTS
-from .slots import CHANNELS, EDGES
+from .array import clear
+from .slots import CHANNELS, EDGES, GPU_RINGS, Rings
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
+    from .lent import Lender
     from .shared import GpuShare
     from .vendor_comm import Meet
 
 
-class NearSlots:
-    """Those that this rank's GPU has, and those that it has opened; `undo` gives both back. Making them is collective
-    over all ranks.
+class NearMemory:
+    """What this rank's GPU has of it, and what it has opened of others, both by `lender`. Making it is collective over
+    all ranks. `slots`: there are some.
 
     Ranks of the host are named by their place among them. Where one cannot open another's, its messages go through
     the host's slots; `why_not` says why, by rank.
     """
 
-    def __init__(self, device: Device, share: GpuShare, meet: Meet, undo: contextlib.ExitStack) -> None:
-        self._device, self._here, self._edge_bytes = device, share.here, SLOTS * share.slot_bytes
-        self._bases: dict[int, int] = {}  # where this GPU sees those of a place
+    def __init__(self, device: Device, share: GpuShare, lender: Lender, meet: Meet, *, slots: bool) -> None:
+        self._device, self._here, self._slots = device, share.here, slots
+        self._edge_bytes = SLOTS * share.slot_bytes
+        self._bases: dict[int, int] = {}  # where this GPU sees that of a place
         self.why_not: dict[int, str] = {}
+        self.why_no_rings: str = _why_no_rings(share)
+        """Why no collective is one kernel; empty where some are."""
         peers = [peer for peer in share.locals if peer != share.rank and not share.topology.far(share.rank, peer)]
-        if peers:
-            self._bases[self._here] = device.allocate((len(share.locals) - 1) * EDGES * self._edge_bytes)
-            undo.callback(device.free, self._bases[self._here])
-        told = meet("slots of GPUs", json.dumps(self._shared()).encode())
+        self._first = 0 if self.why_no_rings else GPU_RINGS.nbytes  # of slots
+        nbytes = self._first + slots * (len(share.locals) - 1) * EDGES * self._edge_bytes
+        if peers and nbytes:
+            self._bases[self._here] = lender.lend(device, nbytes)
+            clear(device, self._bases[self._here], self._first)
+        told = meet("memory of GPUs", json.dumps(self._shared()).encode())
         for peer in peers:
             handle, offset, problem = json.loads(told[peer])
+            place = share.locals.index(peer)
             try:
-                base = device.open_ipc(bytes.fromhex(handle)) if handle else 0
+                base = lender.borrow(device, bytes.fromhex(handle), place) if handle else 0
             except DeviceError as error:
                 base, problem = 0, str(error)
             if base:
-                undo.callback(device.close_ipc, base)
-                self._bases[share.locals.index(peer)] = base + offset
+                self._bases[place] = base + offset
             else:
                 self.why_not[peer] = problem
-        seen = meet("slots of GPUs that are open", json.dumps(sorted(self._bases)).encode())
+        seen = meet("memory of GPUs that is open", json.dumps(sorted(self._bases)).encode())
         self._seen = [json.loads(seen[peer]) for peer in share.locals]
+        blind = [peer for peer, places in zip(share.locals, self._seen, strict=True) if len(places) < len(share.locals)]
+        if blind and not self.why_no_rings:
+            self.why_no_rings = f"{spell_ranks(blind)} cannot open the memory of all other GPUs"
 
     def _shared(self) -> tuple[str, int, str]:
-        """How others open those of this rank: the handle of their allocation, and where in it they are; or why not."""
+        """How others open that of this rank: the handle of its allocation, and where in it it is; or why not."""
         mine = self._bases.get(self._here)
         if mine is None:
             return "", 0, "no other GPU of its library is on this host"
@@ -63,9 +74,27 @@ class NearSlots:
         except DeviceError as error:
             return "", 0, str(error)
 
+    @property
+    def rings(self) -> Rings:
+        """Where this GPU sees those of each rank, if they have any."""
+        return Rings(GPU_RINGS, [] if self.why_no_rings else [self._bases[at] for at in range(len(self._seen))])
+
+    def serves(self, peer: int) -> bool:
+        """Whether slots in a GPU's memory carry messages to `peer`."""
+        return self._slots and peer not in self.why_not
+
     def at(self, src: int, dst: int, channel: int, *, captured: bool = False) -> int:
         """Where this GPU sees the slots from `src` to `dst`, of which this rank is one; 0 where they are the host's."""
-        if dst not in self._seen[src]:
+        if not self._slots or dst not in self._seen[src]:
             return 0
         number = (src - (src > dst)) * EDGES + channel + CHANNELS * captured
-        return self._bases[dst] + number * self._edge_bytes
+        return self._bases[dst] + self._first + number * self._edge_bytes
+
+
+def _why_no_rings(share: GpuShare) -> str:
+    if any(share.topology.far(share.rank, peer) for peer in range(len(share.gpus)) if peer != share.rank):
+        return "not all ranks share a host's memory"
+    if len(share.gpus) > MOST_RANKS:
+        return f"wanted 2 to {MOST_RANKS} ranks"
+    without = [rank for rank, gpu in enumerate(share.gpus) if not gpu.kernels]
+    return f"{spell_ranks(without)} cannot compile any" if without else ""

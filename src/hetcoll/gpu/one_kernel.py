@@ -12,7 +12,7 @@ from ..types import REDUCING, WHOLE, Collective, ReduceOp
 from ..vendors.devices.kernels.source import exchange_name, gather_bytes, gather_name, oneshot_name
 from ..vendors.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
 from .message_kernel import STATE_BYTES as MESSAGE_STATE_BYTES
-from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS
+from .slots import GPU_RINGS, HOST_RINGS, RING_SLOT_BYTES, RING_SLOTS, Rings
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
-ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
+ZERO = _ONESHOT_STATE + 8 * max(HOST_RINGS.blocks, GPU_RINGS.blocks)  # where in the state lie 8 bytes that stay 0
 MESSAGES = ZERO + 8  # where that of message kernels begins
 STATE_BYTES = MESSAGES + MESSAGE_STATE_BYTES
 
@@ -28,38 +28,50 @@ assert one_kernel.MOST_RANKS == ONESHOT_RANKS
 
 
 class OneKernel:
-    """Binds such calls of rank `rank` of `size`. `state` is device memory of STATE_BYTES, zero at first."""
+    """Binds such calls of rank `rank` of `size`, through `rings`. `state` is device memory of STATE_BYTES, zero at
+    first. `ordered`: sums of narrow floats are rounded after each addition, as plans round them."""
 
     def __init__(
-        self, queue: _native.DeviceQueue, device: Device, share: GpuShare, state: int, rank: int, size: int
+        self,
+        queue: _native.DeviceQueue,
+        device: Device,
+        share: GpuShare,
+        rings: Rings,
+        state: int,
+        rank: int,
+        size: int,
+        *,
+        ordered: bool,
     ) -> None:
         self._queue, self._device, self._share, self._state = queue, device, share, state
-        self._rank, self._size = rank, size
+        self._rings, self._rank, self._size, self._ordered = rings, rank, size, ordered
 
     def bind(self, call: Call, kernel: str) -> _native.KernelShape:
         """`kernel` is the one that is chosen for it (`plan.one_kernel.choose`)."""
         name, arguments, blocks, threads = self._oneshot(call) if kernel == "oneshot" else self._exchange(call)
         arguments.rank, arguments.size = self._rank, self._size
         arguments.divisor = self._size if call.op is ReduceOp.AVG else 1
+        arguments.rounds = self._ordered
         arguments.abort = self._share.segment.aborts[self._share.here]
         function = self._device.kernels().function(name)
         return self._queue.bind_kernel(function=function, arguments=bytes(arguments), blocks=blocks, threads=threads)
 
     def _oneshot(self, call: Call) -> tuple[str, Oneshot, int, int]:
         """Kernel, argument, blocks and threads."""
-        launch = self._device.kernels().oneshot_launch(call.count, call.dtype.itemsize)
-        arguments = Oneshot(count=call.count, state=self._state, words=AREA_WORDS)
-        arguments.areas[: self._size] = self._share.segment.areas
+        size, at = self._rings
+        launch = self._device.kernels().oneshot_launch(call.count, call.dtype.itemsize, size.oneshot)
+        arguments = Oneshot(count=call.count, state=self._state, words=size.words)
+        arguments.areas[: self._size] = [each + size.area for each in at]
         return oneshot_name(call.dtype, call.op), arguments, *launch
 
     def _exchange(self, call: Call) -> tuple[str, Exchange, int, int]:
         """Likewise."""
-        size, segment, item = self._size, self._share.segment, call.dtype.itemsize
+        size, item, (ring, at) = self._size, call.dtype.itemsize, self._rings
         takes, gives, cut = one_kernel.way(call.collective, size, self._rank, call.root)
         two_shot = call.collective is Collective.ALLREDUCE and one_kernel.two_shot(call.nbytes, size)
         each = call.nbytes if call.collective in WHOLE else call.nbytes // size
         most = RING_SLOT_BYTES // (size if cut else 1) // _PACK * _PACK
-        chunk = min(most, max(_LEAST_CHUNK, -(-each // (BLOCKS * _PACK)) * _PACK))
+        chunk = min(most, max(_LEAST_CHUNK, -(-each // (ring.blocks * _PACK)) * _PACK))
         reduces = call.collective in REDUCING
         name = exchange_name(call.dtype, call.op) if reduces else gather_name(call.dtype)
         arguments = Exchange(count=each // (item if reduces else gather_bytes(call.dtype)))
@@ -67,5 +79,5 @@ class OneKernel:
         arguments.cut, arguments.two_shot = cut, two_shot
         arguments.slots, arguments.slot_bytes, arguments.chunk_bytes = RING_SLOTS, RING_SLOT_BYTES, chunk
         arguments.state = self._state + _ONESHOT_STATE
-        arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
-        return name, arguments, min(BLOCKS, -(-each // chunk)), _THREADS
+        arguments.rings[:size], arguments.words[:size] = at, [each + ring.ring for each in at]
+        return name, arguments, min(ring.blocks, -(-each // chunk)), _THREADS

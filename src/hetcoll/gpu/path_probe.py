@@ -215,14 +215,18 @@ class Bench:
 
     def idle(self, deadline: float) -> bool:
         """Wait until nothing is on its streams. Whether that is so by then."""
-        device = self._device
         for stream, event in zip(self._streams, self._events, strict=True):
-            device.record(event, stream)
-        while not all(map(device.query, self._events)):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_PAUSE)
-        return True
+            self._device.record(event, stream)
+        return idle(self._device, self._events, deadline)
+
+
+def idle(device: Device, events: Collection[int], deadline: float) -> bool:
+    """Wait until all of these events have come. Whether they have by then."""
+    while not all(map(device.query, events)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE)
+    return True
 
 
 def nothing_came(peer: int, seconds: float) -> str:

@@ -22,7 +22,7 @@ from ..plan.algorithms.islands import ISLANDS
 from ..plan.pieces import message_pieces, piece_bytes
 from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Planner
-from ..types import FLOATS, REDUCING, Collective, DType, Format, ReduceOp
+from ..types import REDUCING, Collective, DType, Format, ReduceOp
 from ..vendors.ccl.native import BYTES, Native
 from ..vendors.devices.kernels.table import MESSAGE_MOST, ONESHOT_RANKS
 from .float8 import two_kinds
@@ -30,6 +30,7 @@ from .float8 import two_kinds
 if TYPE_CHECKING:
     from ..calls.messages import SendRecv
     from ..runtime.executor import Seen
+    from .near import NearMemory
     from .shared import GpuShare
     from .vendor_comm import GpuIslands
 
@@ -99,9 +100,16 @@ def by_copies(peer: int, nbytes: int) -> Carrier:
 
 class GpuPlanner:
     """Chooses for this rank, of what `planner` knows of the communicator. `windows` are those that all GPUs see, by
-    number; they come and go."""
+    number; they come and go. `near`: where one library serves all ranks."""
 
-    def __init__(self, planner: Planner, share: GpuShare, islands: GpuIslands, windows: Mapping[int, Seen]) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        share: GpuShare,
+        islands: GpuIslands,
+        windows: Mapping[int, Seen],
+        near: NearMemory | None,
+    ) -> None:
         self._planner, self._share, self._islands, self._windows = planner, share, islands, windows
         self._rank, self._size = share.rank, len(islands.alone)
         self._library = str(islands.island.library) if islands.island is not None else "their vendors' library"
@@ -110,28 +118,28 @@ class GpuPlanner:
         """The ranks to which messages go by the library, this one among them."""
         self.small: frozenset[int] = frozenset()
         """The ranks to which small messages are a kernel's: none until `settle`."""
-        self._no_kernel = self._why_no_kernels()
+        self._no_kernel = self._why_no_kernels() if near is None else near.why_no_rings
         """Why no collective is one kernel; empty where some are."""
         self._no_pulls = "8-bit floats may have to be converted" if two_kinds(share.gpus) else ""
 
     @property
-    def near(self) -> bool:
-        """Whether slots on GPUs serve what is taken from the library of all ranks."""
-        return self._islands.whole and self._planner.own_plans
+    def kernels(self) -> bool:
+        """Whether some collectives are one kernel."""
+        return not self._no_kernel
 
-    def settle(self, *, given_up: bool, unmapped: str | None) -> None:
-        """The ways inside the host were tried: some were `given_up`; who is `unmapped` has no memory that all GPUs have
-        mapped (`GpuEdges.why_not_captured`)."""
+    def settle(self, *, given_up: bool, no_rings: str = "", unmapped: str | None) -> None:
+        """The ways inside the host were tried: some were `given_up`; kernels find none, as `no_rings` says; who is
+        `unmapped` has no memory that all GPUs have mapped (`GpuEdges.why_not_captured`)."""
         if given_up:
             self._no_kernel = "not all ranks reach each other through memory that their GPUs have mapped"
+        if no_rings:
+            self._no_kernel = f"the GPUs do not reach each other's memory: {no_rings}"
         if unmapped:
             self._no_pulls = f"wanted GPUs of one host, {unmapped}"
         self.small = frozenset(peer for peer in self._share.locals if not self._why_no_message_kernel(peer))
 
     def _why_no_kernels(self) -> str:
         share = self._share
-        if self._islands.whole:
-            return "a library serves all ranks"
         if without := [rank for rank, gpu in enumerate(share.gpus) if not gpu.vendor]:
             return f"{spell_ranks(without)} without a GPU"
         if any(share.topology.far(self._rank, peer) for peer in range(self._size)):
@@ -208,18 +216,20 @@ class GpuPlanner:
             return f"HETCOLL_ALGO asks for {asked}"
         if call.compress:
             return "none compresses"
-        if self._planner.ordered and kind in REDUCING and call.dtype in FLOATS and call.dtype.itemsize < 4:
-            return "reproducible, and it rounds sums once, not after each addition"
         if self._kernel(call) is not None:
             return ""
         if kind not in one_kernel.BY_KERNEL:
             return f"none does {kind.label}"
         if not 1 < self._size <= one_kernel.MOST_RANKS:
             return f"wanted 2 to {one_kernel.MOST_RANKS} ranks"
-        return "copies are faster" if call.nbytes else "there is nothing to move"
+        if not call.nbytes:
+            return "there is nothing to move"
+        by_library = self._islands.whole and not self._why_alone(call)
+        return f"{self._library} is faster" if by_library else "copies are faster"
 
     def _kernel(self, call: Call) -> str | None:
-        return one_kernel.choose(call.collective, call.nbytes, self._size, len(self._islands.islands))
+        islands, ordered = len(self._islands.islands), self._planner.ordered
+        return one_kernel.choose(call.collective, call.nbytes, self._size, islands, ordered=ordered)
 
     def _named(self, collective: Collective) -> bool:
         """Whether HETCOLL_ALGO takes it from the library that serves all ranks."""

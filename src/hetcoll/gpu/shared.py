@@ -26,6 +26,7 @@ from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
 from ..vendors.devices.kernels.source import MESSAGES
 from .demand import Demand, slots_that_fit
+from .lent import Lender
 from .mapped import MappedMemory, whole_pages
 from .pinned import Pinned
 from .slots import SlotSegment, slot_bytes
@@ -76,8 +77,8 @@ class GpuShare:
         self._failed: dict[Pair, str] = {}
         parts = served(self.topology.islands, self.gpus)
         apart = all(gpu.vendor for gpu in self.gpus) and len(parts) > 1
-        near = near and len(parts) == 1 < len(self.gpus)
-        rooms, fast = [gpu.room for gpu in self.gpus], slot_bytes(self.topology, near=near)
+        whole = len(parts) == 1 < len(self.gpus)
+        rooms, fast = [gpu.room for gpu in self.gpus], slot_bytes(self.topology, near=near and whole)
         self.slot_bytes = slots_that_fit(self.topology, self.pinned, rooms, fast, kernels=apart)
         demand = Demand.of(self.topology, wiring.locals, kernels=apart)
         fit = demand.fit(min(rooms[rank] for rank in wiring.locals), self.slot_bytes, self.slot_bytes)
@@ -85,7 +86,9 @@ class GpuShare:
         self.kernels, self.rings, self._spare = fit.kernels, fit.rings, fit.spare
         self.proved: set[int] = set()
         """Ranks to which the way in use has carried known bytes."""
-        self.segment = self._segment(device, timeout)
+        self.lender: Lender | None = None
+        """What lends memory of GPUs to ranks of this host, where one library serves all."""
+        self.segment = self._segment(device, timeout, lends=whole)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
 
@@ -113,10 +116,11 @@ class GpuShare:
         problem = self._failed.get(pair_of(self.rank, peer))
         return self.topology.why(self.rank, peer) + (f": {problem}" if problem else "")
 
-    def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
+    def _segment(self, device: Device | None, timeout: float, *, lends: bool) -> SlotSegment:
         ranks, name = len(self.locals), self.gpus[self.locals[0]].memory
         nbytes = SlotSegment.nbytes(ranks, self.slot_bytes, kernels=self.kernels)
         with self._memory("hetcoll-slots", nbytes, name, timeout) as memory:
+            self.lender = Lender(memory.fileno(), self.here) if lends else None
             return SlotSegment(memory.fileno(), ranks, self.slot_bytes, device, self.pinned, kernels=self.kernels)
 
     @property
@@ -235,7 +239,9 @@ class GpuShare:
         return behind, "; ".join(parts)
 
     def close(self) -> None:
-        """Unmap the slots."""
+        """Give back what is lent, and unmap the slots."""
+        if self.lender is not None:
+            self.lender.close()
         self.segment.close()
 
 

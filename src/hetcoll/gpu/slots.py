@@ -8,14 +8,16 @@ Calls in graphs have edges of their own, whose words count the messages of each 
 (``native/gpu/capture.h``). Behind an edge's words lie two more, for what its receiver pulls out of the sender's window
 (`pulls`).
 
-In front of the edges lie areas and rings of each rank for messages that are too small for copy engines, which kernels
-on the GPUs write and read (``devices/kernels/oneshot.h``, ``exchange.h``), a word of each rank that makes its kernels
-give up, and a page of each rank where it writes down what it calls (``native/gpu/ledger.h``).
+In front of the edges lie a word of each rank that makes its kernels give up, a page of each rank where it writes down
+what it calls (``native/gpu/ledger.h``), and a ring and an area of each rank for messages that are too small for copy
+engines, which kernels on the GPUs write and read (``devices/kernels/exchange.h``, ``oneshot.h``). Where one library
+serves all ranks, these lie in the GPUs' own memory (`near`).
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,11 +44,7 @@ _CAPTURED = 16  # bytes from a rank's abort word to its words about captured cal
 _KERNELS, _STREAMS = 1, 2  # bits of a rank's abort word: those that wait have been let go; native/transport/shm/slots.h
 _RELEASED = 1 << 62  # above the number of any message
 _PAGE = 4096
-BLOCKS, RING_SLOTS, RING_SLOT_BYTES = 64, 4, 32 << 10  # of an exchange kernel: devices/kernels/exchange.h
-_RING = BLOCKS * RING_SLOTS * RING_SLOT_BYTES
-_RING_WORDS = BLOCKS * RING_SLOTS * (1 + ONESHOT_RANKS) * WORD_BYTES
-AREA_WORDS = 16 << 10  # of 4 bytes of data each, in a half of a rank's area
-_AREA = 2 * 8 * AREA_WORDS
+RING_SLOTS, RING_SLOT_BYTES = 4, 32 << 10  # of a block of an exchange kernel: devices/kernels/exchange.h
 
 assert _WORDS * WORD_BYTES <= WORDS_BYTES
 assert _CAPTURED + 16 <= AWAITED <= WORD_BYTES - ONESHOT_RANKS
@@ -73,6 +71,40 @@ class Edge:
         return first, first + WORD_BYTES
 
 
+class RingSize(NamedTuple):
+    """Of what a rank has for the kernels of collectives: a ring for so many `blocks`, the words of that, and an area
+    each half of which has so many `words`, of 4 bytes of data each, for one-shot kernels of `oneshot` blocks."""
+
+    blocks: int
+    words: int
+    oneshot: int
+
+    @property
+    def ring(self) -> int:
+        """Bytes of the ring, where the words begin."""
+        return self.blocks * RING_SLOTS * RING_SLOT_BYTES
+
+    @property
+    def area(self) -> int:
+        """Where the area begins."""
+        return self.ring + self.blocks * RING_SLOTS * (1 + ONESHOT_RANKS) * WORD_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Of all."""
+        return self.area + 2 * 8 * self.words
+
+
+HOST_RINGS, GPU_RINGS = RingSize(64, 16 << 10, 32), RingSize(128, 128 << 10, 128)
+
+
+class Rings(NamedTuple):
+    """Where a device sees those of each rank of a host; nowhere where none has any."""
+
+    size: RingSize
+    at: Sequence[int]
+
+
 class Words(NamedTuple):
     """Addresses of the same words."""
 
@@ -94,9 +126,8 @@ class SlotSegment:
         self._size, self._device, self._pinned = size, device, pinned
         self._edge_bytes = WORDS_BYTES + SLOTS * slot_bytes
         nbytes, mates = self.nbytes(size, slot_bytes, kernels=kernels), size if kernels else 0
-        self._areas = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
-        self._rings = self._areas + mates * _AREA
-        self._head = self._rings + mates * (_RING + _RING_WORDS)
+        self._rings = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
+        self._head = self._rings + mates * HOST_RINGS.nbytes
         self._behind_edges = self._head + size * size * EDGES * self._edge_bytes
         self._edges: dict[tuple[int, int, int], Edge] = {}
         self._message_rings: list[tuple[int, int]] = []
@@ -109,9 +140,7 @@ class SlotSegment:
         self._registered: list[tuple[int, int]] = []  # offsets, and what of the bytes is this rank's
         head = self._register(0, self._head, size)
         self.aborts = [head + WORD_BYTES * r for r in range(size)]
-        self.rings = [head + self._rings + _RING * r for r in range(mates)]
-        self.ring_words = [head + self._rings + _RING * size + _RING_WORDS * r for r in range(mates)]
-        self.areas = [head + self._areas + _AREA * r for r in range(mates)]
+        self.rings = Rings(HOST_RINGS, [head + self._rings + HOST_RINGS.nbytes * r for r in range(mates)])
         self.ledger = self._address + _PAGE  # for the host
 
     @staticmethod
@@ -124,7 +153,7 @@ class SlotSegment:
     def head_bytes(size: int, *, kernels: bool) -> int:
         """What is in front of the edges, and in use from the start."""
         ledger = -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
-        return _PAGE + ledger + kernels * size * (_AREA + _RING + _RING_WORDS)
+        return _PAGE + ledger + kernels * size * HOST_RINGS.nbytes
 
     def pages(self, src: int, dst: int) -> int:
         """The host's address of the two pages of a ledger, where `src` and `dst` write down their messages."""
@@ -192,16 +221,20 @@ class SlotSegment:
             moved += int(
                 words[counters // 8 : (counters - MESSAGE_COUNTERS + MESSAGE_RING) // 8 : WORD_BYTES // 8].sum()
             )
-        if not self.rings:
+        if not self.rings.at:
             return moved
-        ring = (self._rings + _RING * self._size + _RING_WORDS * rank) // 8
-        moved += int(words[ring : ring + _RING_WORDS // 8 : WORD_BYTES // 8].sum())
-        area = (self._areas + _AREA * rank) // 8
-        return moved + sum(int(words[area + half * AREA_WORDS] >> np.uint64(32)) for half in (0, 1))
+        first = self._rings + HOST_RINGS.nbytes * rank
+        ring, area = (first + HOST_RINGS.ring) // 8, (first + HOST_RINGS.area) // 8
+        moved += int(words[ring : area : WORD_BYTES // 8].sum())
+        return moved + sum(int(words[area + half * HOST_RINGS.words] >> np.uint64(32)) for half in (0, 1))
 
     def release_kernels(self, rank: int) -> None:
         """Let every kernel of `rank` go that waits for a peer, now and from now on."""
         self._let_go(rank, _KERNELS)
+
+    def hold_kernels(self, rank: int) -> None:
+        """Let them wait again; none waits now."""
+        self._bytes.view(np.uint64)[rank * WORD_BYTES // 8] &= ~np.uint64(_KERNELS)
 
     def release(self, rank: int) -> None:
         """Let every stream and kernel of `rank` go that waits for a peer: nothing of value comes any more."""

@@ -141,6 +141,9 @@ class CudaDevice:
         with self._during_capture() as calls:
             return int(calls("cuMemAlloc", nbytes))
 
+    def allocate_shared(self, nbytes: int) -> int:
+        return self.allocate(nbytes)  # caches of other GPUs are passed by what kernels read with (platform.h)
+
     def free(self, address: int) -> None:
         with self._during_capture() as calls:
             calls("cuMemFree", address)

@@ -21,6 +21,7 @@ from .calls import Arguments, Calls
 from .kernels import KernelTable, kept
 
 _UUID_BYTES = 16
+_UNCACHED = 3  # hip_runtime_api.h: hipDeviceMallocUncached, which neither line of hip-python names
 INSTALL = "pip install 'hetcoll[rocm]'"
 
 
@@ -149,6 +150,10 @@ class HipDevice:
     def allocate(self, nbytes: int) -> int:
         with self._during_capture() as calls:
             return int(calls("hipMalloc", nbytes))
+
+    def allocate_shared(self, nbytes: int) -> int:
+        with self._during_capture() as calls:
+            return int(calls("hipExtMallocWithFlags", nbytes, _UNCACHED))
 
     def free(self, address: int) -> None:
         with self._during_capture() as calls:

@@ -17,8 +17,10 @@ struct Oneshot {
   int rank, size;    // 2 <= size <= kOneshotRanks
   unsigned divisor;  // of sums; 1: none
   unsigned words;    // in a half of an area: at least count * itemsize / 4, rounded up to whole elements
+  unsigned rounds;   // 1: after each operand; 0: once
+  unsigned unused;
 };
-static_assert(sizeof(Oneshot) == 24 + 8 * kOneshotRanks + 32,
+static_assert(sizeof(Oneshot) == 24 + 8 * kOneshotRanks + 40,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 // What the exchange kernels take (exchange.h). Every rank has a ring of `slots` slots for each block, and their words,
@@ -40,7 +42,7 @@ struct Exchange {
   unsigned char gives;            // whether a peer takes this rank's
   unsigned char cut;              // whether src has a part for each rank, and not one for all
   unsigned char two_shot;         // whether each rank reduces a part for all
-  unsigned char unused;
+  unsigned char rounds;           // as above
 };
 static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 48,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");

@@ -15,7 +15,8 @@
 // rank counts every message and gives every peer's slot back, also one that nobody wrote: so whoever writes next finds
 // that all have passed the message whose slot it takes, whoever had written that.
 //
-// Operands are combined in rank order, so all ranks get the same bits.
+// Operands are combined in rank order, so all ranks get the same bits: floats of 16 and 8 bits in float32, rounded once or,
+// where the order counts, after each operand, as messages between two ranks are.
 #pragma once
 
 #include "devices/kernels/arguments.h"
@@ -161,6 +162,7 @@ HETCOLL_DEVICE void Combine(const Exchange& x, U64 number, const Chunk& chunk, c
         for (unsigned e = 0; e < kElements; ++e) {
           const auto value = Type::Widen(pack[d].element[e]);
           total[d][e] = rank == 0 ? value : Op::Combine(total[d][e], value);
+          if (x.rounds) total[d][e] = Type::Widen(Type::Settle(total[d][e]));
         }
       }
     }

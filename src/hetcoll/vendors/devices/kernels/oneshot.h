@@ -5,8 +5,8 @@
 // Calls alternate between the halves of an area. A rank that writes for call n has seen words of call n - 1 from every
 // peer; a peer wrote those after it had ended call n - 2, which was the last to read what is now overwritten.
 //
-// Operands are combined in rank order on every rank, floats of 16 and 8 bits in float32 and rounded once, and there is
-// one NaN: all ranks get the same bits, whatever their vendors.
+// Operands are combined in rank order on every rank, floats of 16 and 8 bits in float32, and rounded once or after each
+// operand. There is one NaN. So all ranks get the same bits, whatever their vendors.
 #pragma once
 
 #include "devices/kernels/arguments.h"
@@ -113,6 +113,7 @@ HETCOLL_DEVICE bool Gather(const Oneshot& x, unsigned number, U64 half, U64 i) {
       for (unsigned e = 0; e < Item<T>::kElements; ++e) {
         const auto value = Type::Widen(item.element[e]);
         total[e] = rank == 0 ? value : Op::Combine(total[e], value);
+        if (x.rounds) total[e] = Type::Widen(Type::Settle(total[e]));
       }
     }
   }

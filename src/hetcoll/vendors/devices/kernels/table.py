@@ -26,7 +26,7 @@ MESSAGE_STATE = 2 * MESSAGE_BLOCKS * 16  # bytes, of an end of a ring
 _LEAST_CHUNK = 4096  # bytes of packs at a time; of more packs a block takes as many as there are slots
 _BLOCK = 512  # threads; kMaxThreads of platform.h
 _PACK = 16  # bytes that a thread takes at a time
-_ONESHOT_BLOCK, _ONESHOT_BLOCKS = 256, 32
+_ONESHOT_BLOCK = 256
 
 
 class Oneshot(ctypes.Structure):
@@ -43,6 +43,8 @@ class Oneshot(ctypes.Structure):
         ("size", ctypes.c_int32),
         ("divisor", ctypes.c_uint32),
         ("words", ctypes.c_uint32),
+        ("rounds", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     )
 
 
@@ -68,7 +70,7 @@ class Exchange(ctypes.Structure):
         ("gives", ctypes.c_uint8),
         ("cut", ctypes.c_uint8),
         ("two_shot", ctypes.c_uint8),
-        ("unused", ctypes.c_uint8),
+        ("rounds", ctypes.c_uint8),
     )
 
 
@@ -276,10 +278,10 @@ class KernelTable:
         return self._compiler.key
 
     @staticmethod
-    def oneshot_launch(count: int, itemsize: int) -> tuple[int, int]:
-        """Blocks and threads for a one-shot all-reduce: of the size alone, so the same on all ranks."""
+    def oneshot_launch(count: int, itemsize: int, most: int) -> tuple[int, int]:
+        """Blocks, `most` of them, and threads for a one-shot all-reduce: the same on all ranks."""
         items = -(-count * itemsize // max(4, itemsize))
-        return max(1, min(_ONESHOT_BLOCKS, -(-items // _ONESHOT_BLOCK))), _ONESHOT_BLOCK
+        return max(1, min(most, -(-items // _ONESHOT_BLOCK))), _ONESHOT_BLOCK
 
     @staticmethod
     def oneshot_words(nbytes: int) -> int:
