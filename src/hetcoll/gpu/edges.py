@@ -130,11 +130,10 @@ class GpuEdges:
         why = self._share.why(peer)
         if self.far(peer):
             return f"{self._proxies.describe_way(peer)} ({why})"
-        if self._near is not None and self._near.serves(peer):
+        if self._near is not None and peer not in self._near.why_not:
             return f"through slots in the receiving GPU's memory ({why})"
         both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
-        if self._near is not None and (why_not := self._near.why_not.get(peer)):
-            why += f"; not in the GPU's: {why_not}"
+        why += f"; not in the GPU's: {self._near.why_not[peer]}" if self._near is not None else ""
         return f"through slots in the host's memory that {both} ({why})"
 
     def describe_all(self, islands: GpuIslands) -> list[str]:

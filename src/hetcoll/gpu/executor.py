@@ -113,7 +113,7 @@ class GpuExecutor:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
             lender = share.lender
-            near = None if lender is None else NearMemory(device, share, lender, meet, slots=planner.own_plans)
+            near = None if lender is None else NearMemory(device, share, lender, meet, rings=planner.ordered)
             choices = self._choices = GpuPlanner(planner, share, islands, windows, near)
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
