@@ -59,7 +59,7 @@ class OneKernel:
     def _oneshot(self, call: Call) -> tuple[str, Oneshot, int, int]:
         """Kernel, argument, blocks and threads."""
         size, at = self._rings
-        launch = self._device.kernels().oneshot_launch(call.count, call.dtype.itemsize, size.oneshot)
+        launch = self._device.kernels().oneshot_launch(call.count, call.dtype.itemsize, size.blocks)
         arguments = Oneshot(count=call.count, state=self._state, words=size.words)
         arguments.areas[: self._size] = [each + size.area for each in at]
         return oneshot_name(call.dtype, call.op), arguments, *launch

@@ -72,12 +72,11 @@ class Edge:
 
 
 class RingSize(NamedTuple):
-    """Of what a rank has for the kernels of collectives: a ring for so many `blocks`, the words of that, and an area
-    each half of which has so many `words`, of 4 bytes of data each, for one-shot kernels of `oneshot` blocks."""
+    """Of what a rank has for the kernels of collectives, of so many `blocks`: a ring for each, the words of that, and
+    an area each half of which has so many `words`, of 4 bytes of data each."""
 
     blocks: int
     words: int
-    oneshot: int
 
     @property
     def ring(self) -> int:
@@ -95,7 +94,7 @@ class RingSize(NamedTuple):
         return self.area + 2 * 8 * self.words
 
 
-HOST_RINGS, GPU_RINGS = RingSize(64, 16 << 10, 32), RingSize(128, 128 << 10, 128)
+HOST_RINGS, GPU_RINGS = RingSize(64, 16 << 10), RingSize(128, 128 << 10)
 
 
 class Rings(NamedTuple):
