@@ -117,14 +117,17 @@ void DeviceQueue::EnqueueAlone(const DeviceShape& shape, const Bases& bases, std
   edge.last_stream = user;
 }
 
-// Calls share their state, so they come one after another in a graph as well, whatever streams it is captured on.
+// Calls share their state, so they come one after another in a graph as well, whatever streams it is captured on. On
+// one stream they do so by themselves: an edge past all that lies between two calls would make branches of a chain.
 void DeviceQueue::FollowCaptured(DeviceStream user) {
-  if (captured_in_ != 0 && driver_->Capture(user) == captured_in_) driver_->WaitEvent(captured_.get(), user);
+  if (captured_in_ == 0 || captured_on_ == user) return;
+  if (driver_->Capture(user) == captured_in_) driver_->WaitEvent(captured_.get(), user);
 }
 
 void DeviceQueue::EndCaptured(DeviceStream user) {
   driver_->Record(captured_.get(), user);
   captured_in_ = driver_->Capture(user);
+  captured_on_ = user;
 }
 
 // What this call's streams do comes after the user's work so far, and after the last call: the two share staging

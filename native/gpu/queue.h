@@ -387,7 +387,8 @@ class DeviceQueue {
   Event local_;                    // the end of the last EnqueueLocal
   Event pulled_;                   // the end of the last program of pulls
   Event captured_;                 // the end of what was captured last, and
-  std::uint64_t captured_in_ = 0;  // the capture's number
+  std::uint64_t captured_in_ = 0;  // the capture's number, and the stream
+  DeviceStream captured_on_ = nullptr;
   std::unique_ptr<DeviceCapture> capture_;
   DeviceStream kernel_stream_ = nullptr;
   std::vector<std::byte> kernel_arguments_;

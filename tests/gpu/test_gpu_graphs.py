@@ -21,7 +21,7 @@ import pytest
 from cases import run_case
 from device_checks import Capture
 from gpu_calls import cases_of, check, device_of_rank
-from gpu_kinds import start
+from gpu_kinds import VENDOR, start
 from gpu_places import PLACES, ranks_on
 from in_graph import InGraph
 from patience import DEADLINE, PATIENCE
@@ -78,6 +78,42 @@ def test_islands(gpus: Any, islands: str) -> None:
 def test_an_island_whose_collectives_are_copies(gpus: Any, kinds: str) -> None:
     cases = [*cases_of(2, (250_001,)), Case("allgather", count=LARGE)]
     check(gpus(kinds, "", HETCOLL_ALGO="direct,alltoall:pairwise"), cases, run_in_graphs)
+
+
+def waits_of_captured(comm: hetcoll.Communicator, log: str, counts: list[int]) -> list[int]:
+    """How often a stream is told to wait for something while calls of each count are captured on one of its own."""
+    device = device_of_rank(comm.rank)
+    device.activate()
+    stream, array = device.stream(), DeviceArray(device, max(counts))
+
+    def waits() -> int:
+        lines = (line.split() for line in Path(log).read_text().splitlines())
+        return sum(
+            pid == str(os.getpid()) and name in ("cuStreamWaitEvent", "hipStreamWaitEvent") for pid, _, name in lines
+        )
+
+    found = []
+    for count in counts:
+        comm.allreduce(array.buffer(0, count), stream=stream)
+        device.synchronize(stream)
+        before = waits()
+        with Capture(device, stream) as captured:
+            for _ in range(3):
+                comm.allreduce(array.buffer(0, count), stream=stream)
+        found.append(waits() - before)
+        captured.close()
+    device.destroy_stream(stream)
+    return found
+
+
+@pytest.mark.fakes
+@parametrize("kinds", ["na", "nn"], first=1)
+def test_calls_on_one_stream_follow_each_other_by_themselves(kinds: str, tmp_path: Path) -> None:
+    """Else each had an edge from the last one, past what lies between them."""
+    log = str(tmp_path / "log")
+    env = fakes.environments([VENDOR[kind] for kind in kinds], len(kinds), log=log)
+    with Ranks(len(kinds), {**env, "HETCOLL_ISLANDS": "0|1"}, tidy=False) as ranks:  # the log stays open
+        assert ranks.run(waits_of_captured, log, [100, 100_001], timeout=100) == [[0, 0]] * len(kinds)
 
 
 @pytest.mark.thorough

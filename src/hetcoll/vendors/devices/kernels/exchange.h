@@ -15,8 +15,8 @@
 // rank counts every message and gives every peer's slot back, also one that nobody wrote: so whoever writes next finds
 // that all have passed the message whose slot it takes, whoever had written that.
 //
-// Operands are combined in rank order, so all ranks get the same bits: floats of 16 and 8 bits in float32, rounded once or,
-// where the order counts, after each operand, as messages between two ranks are.
+// Operands are combined in rank order, so all ranks get the same bits: floats of 16 and 8 bits in float32, rounded once
+// or, where the order counts, after each operand, as by messages between two ranks.
 #pragma once
 
 #include "devices/kernels/arguments.h"
