@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from thorough import parametrize
 from vllm_engine import TOKENS, Instance, Shape
 
 import hetcoll
-from hetcoll import ArgumentError
+from hetcoll import ArgumentError, lifetime
+from hetcoll.serving.vllm.prefilling import PrefillWorker
+from hetcoll.serving.vllm.steps import Prefill, Step
 
 HND, NHD = (0, 1, 2, 3), (0, 2, 1, 3)
 SHAPES = {
@@ -36,9 +39,14 @@ def start(comm: hetcoll.Communicator, port: int, shapes: tuple[Shape, Shape], **
     prefills = comm.rank < shapes[0].ranks
     side = comm.split(int(prefills))
     assert side is not None
+    return begin(side, port, shapes, prefills, **extra), prefills
+
+
+def begin(side: hetcoll.Communicator, port: int, shapes: tuple[Shape, Shape], prefills: bool, **extra: Any) -> Instance:
+    """One rank of an instance."""
     ranks = {"prefill_ranks": shapes[0].ranks, "decode_ranks": shapes[1].ranks}
     settings = {"address": f"127.0.0.1:{port}", "timeout": 30.0, "slots": 3, **ranks, **extra}
-    return Instance(side, shapes[not prefills], "kv_producer" if prefills else "kv_consumer", settings), prefills
+    return Instance(side, shapes[not prefills], "kv_producer" if prefills else "kv_consumer", settings)
 
 
 def until(instance: Instance, state: Callable[[], bool], chunk: int = 64) -> None:
@@ -227,6 +235,44 @@ def test_a_rank_that_dies_costs_no_more_than_the_hand_off(dies: int) -> None:
             assert outcomes[rank].error is None, outcomes[rank].trace
             assert f"PeerLostError: rank {dies}" in outcomes[rank].value
         ranks.kill_all()
+
+
+def differ(comm: hetcoll.Communicator, port: int) -> None:
+    def opened() -> int:
+        return sum(isinstance(resource, hetcoll.Communicator) for resource, _ in lifetime.opened())
+
+    side = comm.split(comm.rank)
+    assert side is not None
+    before = opened()
+    with pytest.raises(ArgumentError, match=r"HetcollConnector: wanted one settings, got rank 0 .*, rank 1 ") as raised:
+        begin(side, port, (Shape(1), Shape(1)), comm.rank == 0, slots=3 + comm.rank)
+    assert opened() == before, f"the job that came to nothing is open: {raised.value}"
+    side.close()
+
+
+def test_sides_that_differ_leave_the_job(ranks_of: Callable[[int], Ranks]) -> None:
+    ranks_of(2).run(differ, free_port(), timeout=60)
+
+
+def test_a_thread_that_fails_loses_what_is_under_way() -> None:
+    """It is an error of no kind that is expected: requests end all the same."""
+
+    def wait(seconds: float) -> None:
+        raise ValueError("odd")
+
+    closed: list[str] = []
+    handoff = SimpleNamespace(
+        src=SimpleNamespace(layers=1, block_tokens=TOKENS), close=lambda: closed.append("handoff")
+    )
+    mailbox = SimpleNamespace(wait=wait, close=lambda: closed.append("mailbox"))
+    worker = PrefillWorker(SimpleNamespace(error=None), handoff, mailbox, list, 5.0)  # type: ignore[arg-type]
+    wait_until(lambda: worker.lost != "", 20)
+    assert worker.lost == "ValueError: odd"
+    worker.begin(Step(prefills=[Prefill("x", "x", [0], anew=True, computed=TOKENS)]))
+    worker.save_rest(None)
+    assert worker.results({"x"})[0] == {"x"}
+    worker.close()
+    assert {*closed} == {"handoff", "mailbox"}
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,9 @@ class Handoff:
 
     def close(self) -> None:
         """Take this rank's cache back. Local: see `Window.close`."""
-        for window in self._windows:
-            window.close()
-        self._flags.close()
+        with contextlib.ExitStack() as closing:
+            for window in (self._flags, *self._windows):
+                closing.callback(window.close)
 
     def __enter__(self) -> Self:
         return self

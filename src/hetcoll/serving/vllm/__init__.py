@@ -154,15 +154,19 @@ class HetcollConnector(KVConnectorBase_V1, SupportsHMA):
 
         settings, first = self._settings, 0 if self._prefills else self._settings.prefill_ranks
         rank = int(self._vllm_config.parallel_config.rank)
-        self._comm = comm = join(settings, first + rank, arrays[0])
         most = -(-int(model.max_model_len) // layout.block_tokens) + parts
-        handoff, mailbox = meet(comm, settings, arrays, self._names, layout, most)
         self._layer = {name: layer for layer, name in enumerate(self._names)}
-        self._worker = (
-            PrefillWorker(comm, handoff, mailbox, expand, settings.timeout)
-            if self._prefills
-            else DecodeWorker(comm, handoff, mailbox, expand, settings.timeout, rank == 0)
-        )
+        self._comm = comm = join(settings, first + rank, arrays[0])
+        try:
+            handoff, mailbox = meet(comm, settings, arrays, self._names, layout, most)
+            self._worker = (
+                PrefillWorker(comm, handoff, mailbox, expand, settings.timeout)
+                if self._prefills
+                else DecodeWorker(comm, handoff, mailbox, expand, settings.timeout, rank == 0)
+            )
+        except BaseException:
+            comm.close()
+            raise
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Step)
@@ -208,10 +212,10 @@ class HetcollConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._worker is None else self._worker.report()
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        if (worker := self._worker) is not None:
             self._worker = None
-            self._comm.close()
+            with self._comm:
+                worker.close()
 
     def _stream(self) -> int | None:
         """On which this thread computes now; None on a CPU."""

@@ -6,6 +6,7 @@ ended it, or the windows are closed, and with them the hand-off.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -147,5 +148,5 @@ class DecodeWorker:
         return found
 
     def close(self) -> None:
-        self._mailbox.close()
-        self._handoff.close()
+        with contextlib.closing(self._handoff):
+            self._mailbox.close()

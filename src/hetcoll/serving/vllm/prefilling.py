@@ -148,8 +148,8 @@ class PrefillWorker:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
-        self._mailbox.close()
-        self._handoff.close()
+        with contextlib.closing(self._handoff):
+            self._mailbox.close()
 
     # Under the lock, of either thread.
 
@@ -207,7 +207,9 @@ class PrefillWorker:
                     if self._comm.error is not None:
                         raise self._comm.error
                     self._look()
-            except HetcollError as error:  # of the mailbox
+            except Exception as error:  # receivers would wait, and requests never end
+                if not isinstance(error, HetcollError):  # as the mailbox's are
+                    log.exception("the thread that sends")
                 with self._lock:
                     self._lose(error)
 
