@@ -60,6 +60,7 @@ def _limits(comm: hetcoll.Communicator) -> None:
         lambda: comm.allgather_object(1, limit=0),
         lambda: comm.broadcast_object(1, size),
         lambda: comm.scatter_object(5, root=comm.rank),
+        lambda: comm.scatter_object(np.array(5), root=comm.rank),
         lambda: comm.scatter_object(iter(range(size)), root=comm.rank),
     ):
         with pytest.raises(hetcoll.ArgumentError, match=r"limit: wanted|objs: wanted|peer: rank|root: wanted"):

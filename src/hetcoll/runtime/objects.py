@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import pickle
 import struct
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,8 +83,11 @@ def scatter(core: Core, objs: Sequence[Any] | None, root: int, limit: int, timeo
     label = _begin(core, f"scatter_object(root={at}", limit)
     rows: list[bytes] = []
     if core.rank == at:
-        if not isinstance(objs, Sized) or len(objs) != core.size:
-            got = len(objs) if isinstance(objs, Sized) else repr(objs)
+        try:
+            got: object = None if objs is None else len(objs)
+        except TypeError:  # it has no length
+            got = repr(objs)
+        if objs is None or got != core.size:
             raise ArgumentError(f"objs: wanted {core.size} objects on the root, one a rank, got {got}")
         rows = [_pack(core, each, f"{label} to {rank}", at, limit) for rank, each in enumerate(objs)]
     longest = _longest_of_root(core, label, at, max(map(len, rows), default=0), limit, timeout)

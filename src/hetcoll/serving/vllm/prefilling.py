@@ -191,10 +191,10 @@ class PrefillWorker:
         if not self.lost:
             self.lost = f"{type(error).__name__}: {error}"
             log.error("nothing is handed over from now on: %s", self.lost)
-            self._handoff.close()  # nor read
         for out in self._requests.values():
             out.over, out.asked = True, None
         self._asked.clear()
+        self._handoff.close()  # nor read
 
     # Of the thread of its own.
 
