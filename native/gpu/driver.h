@@ -137,4 +137,31 @@ class Event {
   DeviceEvent event_;
 };
 
+// How far work on streams has come of which only the last end is known: it counts ends that it has waited for.
+class Milestones {
+ public:
+  explicit Milestones(const std::shared_ptr<Driver>& driver) : driver_(driver), event_(driver) {}
+
+  // Behind some work on this stream.
+  void Pass(DeviceStream stream) {
+    if (set_) return;
+    driver_->Record(event_.get(), stream);
+    set_ = true;
+  }
+
+  std::uint64_t Count() {
+    if (set_ && driver_->Done(event_.get())) {
+      ++count_;
+      set_ = false;
+    }
+    return count_;
+  }
+
+ private:
+  std::shared_ptr<Driver> driver_;
+  Event event_;
+  bool set_ = false;
+  std::uint64_t count_ = 0;
+};
+
 }  // namespace hetcoll

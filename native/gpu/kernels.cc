@@ -21,6 +21,7 @@ void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send,
   if (capturing) return EndCaptured(user);
   driver_->Record(kernel_.get(), user);  // now, since the stream may be gone when the next call comes
   kernel_stream_ = user;
+  user_calls_.Pass(user);
 }
 
 // On the user's own stream, or on a lane where copies run beside it.

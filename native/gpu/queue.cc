@@ -16,7 +16,8 @@ DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, std::vector<DeviceStrea
       kernel_(driver_),
       local_(driver_),
       pulled_(driver_),
-      captured_(driver_) {}
+      captured_(driver_),
+      user_calls_(driver_) {}
 
 DeviceQueue::~DeviceQueue() = default;
 
@@ -99,6 +100,7 @@ void DeviceQueue::EnqueueLocal(const DeviceShape& shape, const Bases& bases, Dev
   for (const LocalAction& local : shape.program.locals) RunLocal(shape, local, bases, user);
   if (capturing) return EndCaptured(user);
   driver_->Record(local_.get(), user);
+  user_calls_.Pass(user);
 }
 
 // On the user's own stream, whose order is all that it needs: who waits for one peer waits for no other, and as few
@@ -165,6 +167,11 @@ bool DeviceQueue::Idle() {
                      [&](const auto& r) { return driver_->Done(r.second.last->get()); }) &&
          std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); }) &&
          (capture_ == nullptr || !capture_->Busy());
+}
+
+std::uint64_t DeviceQueue::Passed() {
+  const Current current(*driver_);
+  return user_calls_.Count();
 }
 
 bool DeviceQueue::Capturing(DeviceStream user) {

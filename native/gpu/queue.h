@@ -343,6 +343,8 @@ class DeviceQueue {
   // Makes `user` wait for everything enqueued so far; where it is captured, for what its graph has of that.
   void Join(DeviceStream user);
   bool Idle();
+  // Grows while kernels and the library's calls end: they leave no words that others could read.
+  std::uint64_t Passed();
   // Whether all that was enqueued so far neither pulls any more nor lets peers do so.
   bool PullsDone();
   bool Capturing(DeviceStream user);
@@ -391,6 +393,7 @@ class DeviceQueue {
   DeviceStream captured_on_ = nullptr;
   std::unique_ptr<DeviceCapture> capture_;
   DeviceStream kernel_stream_ = nullptr;
+  Milestones user_calls_;  // of kernels and the library
   std::vector<std::byte> kernel_arguments_;
   std::map<std::uint16_t, RingEnd> rings_;
   std::array<bool, kDeviceLanes> ended_{};  // which lanes' ends were recorded

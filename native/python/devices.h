@@ -171,6 +171,7 @@ inline void BindDevices(nb::module_& m) {
                   "threads"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)
       .def("idle", &PyDeviceQueue::Idle)
+      .def("passed", &PyDeviceQueue::Passed)
       .def("pulls_done", &PyDeviceQueue::PullsDone);
   nb::class_<GpuCall>(m, "GpuCall")
       .def(

@@ -219,6 +219,13 @@ class PyDeviceQueue {
     return lock.owns_lock() && queue_.Idle();
   }
 
+  // No news while somebody enqueues.
+  std::uint64_t Passed() {
+    nb::gil_scoped_release release;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    return lock.owns_lock() ? passed_ = queue_.Passed() : passed_.load();
+  }
+
   bool PullsDone() {
     nb::gil_scoped_release release;
     const std::unique_lock lock(mutex_, std::try_to_lock);
@@ -256,6 +263,7 @@ class PyDeviceQueue {
   std::shared_ptr<Driver> driver_;
   std::mutex mutex_;
   std::atomic<int> entering_{0};  // calls
+  std::atomic<std::uint64_t> passed_{0};
   DeviceQueue queue_;
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from device_checks import Capture
 from gpu_calls import device_of_rank
-from gpu_kinds import Own
+from gpu_kinds import Own, start
 from gpu_places import STAND_INS
 from patience import PATIENCE
 from ranks import Ranks, wait_until
@@ -236,3 +237,37 @@ def pass_wrong_things(comm: hetcoll.Communicator) -> None:
 )  # a real driver does not say what it does with the stream
 def test_wrong_arguments_leave_all_well(placed: Placed) -> None:
     placed("nn", **APART).run(pass_wrong_things, timeout=100)
+
+
+def stay_ahead(comm: hetcoll.Communicator, count: int, seconds: float) -> int:
+    """Some calls are under way all the time. How many there were."""
+    device = device_of_rank(comm.rank)
+    device.activate()
+    stream, array = device.stream(), DeviceArray.of(device, np.zeros(count, np.float32))
+    under_way: deque[int] = deque()
+    events, calls, begun = [device.event() for _ in range(9)], 0, time.monotonic()
+    while time.monotonic() - begun < seconds:
+        comm.allreduce(array.buffer(), stream=stream)
+        device.record(events[calls % len(events)], stream)
+        under_way.append(events[calls % len(events)])
+        calls += 1
+        while len(under_way) == len(events):
+            if device.query(under_way[0]):
+                under_way.popleft()
+            else:
+                time.sleep(0.001)
+    device.synchronize(stream)
+    for event in events:
+        device.destroy_event(event)
+    device.destroy_stream(stream)
+    return calls
+
+
+@pytest.mark.fakes
+@pytest.mark.parametrize(
+    ("env", "count"), [({"HETCOLL_REPRODUCIBLE": "1"}, 2000), ({}, 2_000_000)], ids=["kernels", "library"]
+)
+def test_a_host_that_is_always_ahead_is_not_stuck(env: dict[str, str], count: int) -> None:
+    """The end of the last call never comes: what ends before it shows that things move."""
+    with start("nn", HETCOLL_TIMEOUT="2", **env) as ranks:
+        assert min(ranks.run(stay_ahead, count, 6.0, timeout=60)) > 20

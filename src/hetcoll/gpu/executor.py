@@ -112,8 +112,9 @@ class GpuExecutor:
             if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            lender = share.lender
-            near = None if lender is None else NearMemory(device, share, lender, meet, rings=planner.ordered)
+            near = self._near = None
+            if share.lender is not None:
+                near = self._near = NearMemory(device, share, share.lender, meet, rings=planner.ordered)
             choices = self._choices = GpuPlanner(planner, share, islands, windows, near)
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
@@ -166,7 +167,7 @@ class GpuExecutor:
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all ranks of this host, all ranks together: see `path_probe`."""
         choices, given_up = self._choices, self._proofs.inside(meet, timeout)
-        no_rings = self._prove_rings(meet) if self._share.lender is not None and choices.kernels else ""
+        no_rings = self._prove_rings(meet) if self._near is not None and not self._near.why_no_rings else ""
         choices.settle(given_up=given_up, no_rings=no_rings, unmapped=self._edges.why_not_captured(None))
         self.look_at_windows()
         self._plans.kernel = MessageKernel(self._device, self._share, choices.small, self._state + MESSAGES)
@@ -175,12 +176,13 @@ class GpuExecutor:
         """See `ring_proof.prove`."""
         place = (self._wiring.rank, self._wiring.size)
 
-        def gather(mine: DeviceArray, got: DeviceArray, stream: int) -> None:
+        def bind(mine: DeviceArray, got: DeviceArray) -> ring_proof.Launch:
             shape = self._one_kernel.bind(calls.allgather(*place, mine.buffer(), got.buffer()), "gather")
-            self._calls.run(self.bound(shape, path_probe.LABEL, []), mine.ptr, got.ptr, stream, True)
+            bound = self.bound(shape, path_probe.LABEL, [])
+            return lambda stream: self._calls.run(bound, mine.ptr, got.ptr, stream, True)
 
         with self._watch.patient():
-            return ring_proof.prove(self._device, *place, self._share.here, self._segment, gather, meet)
+            return ring_proof.prove(self._device, *place, self._share.here, self._segment, bind, meet)
 
     def _enqueue_pattern(self, out: bool, peer: int, channel: int, address: int, nbytes: int, stream: int) -> None:
         """See `path_probe.Bench`."""

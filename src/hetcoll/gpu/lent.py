@@ -3,133 +3,133 @@ behavior").
 
 Who has a rank's memory open holds a lock on that rank's byte of a file that the ranks of the host have in common. The
 system takes a lock away when its process ends (fcntl(2): open file description locks; a forked child keeps its
-parent's). Ranks that close a communicator together wait for each other. What others have open for longer is freed
-later, by a thread.
+parent's). Ranks that close a communicator together wait for each other. What others have open for longer is left, and
+freed when a communicator of this process next lends memory or gives it back: on a thread that may wait, as drivers do
+there until the device is idle.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
-import logging
 import os
 import struct
-import threading
 import time
 from io import FileIO
 from typing import TYPE_CHECKING, NamedTuple
 
-from .. import lifetime
-from ..errors import DeviceError, InitError
+from ..errors import DeviceError
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
 
-log = logging.getLogger("hetcoll")
-
 _TOGETHER = 0.5  # seconds that a rank waits for others to close the same communicator
-_PAUSE, _LONG_PAUSE = 0.001, 0.05  # between looks
+_PAUSE = 0.001  # between looks
 _FLOCK = struct.Struct("@hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid, with words of 64 bits
 
 
-class _Left(NamedTuple):
+class _Lent(NamedTuple):
     """What is still to be freed, of the rank at place `here` in `file`."""
 
     device: Device
-    address: int
+    addresses: list[int]
     file: FileIO
     here: int
 
     def free(self) -> bool:
         """Free it, unless others have it open."""
-        if not _unlocked(self.file, self.here):
-            return False
-        self.file.close()
         try:
-            with self.device.active():
-                self.device.free(self.address)
-        except DeviceError as error:
-            log.warning("memory that other ranks had open is left to the process: %s", error)
+            _lock(self.file, fcntl.F_WRLCK, self.here)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.file.close)
+            for address in self.addresses:
+                undo.callback(self.device.free, address)
         return True
 
 
-_left: list[_Left] = []
-_lock = threading.Lock()
-_freeing: threading.Thread | None = None
+_left: list[_Lent] = []
 
 
 class Lender:
     """One communicator's, for the rank at place `here` on its host. `fd` is of a file that is the same for all ranks
-    there, and is not kept. InitError where it cannot be opened once more."""
+    there, and is not kept. Its methods raise DeviceError where that has no locks."""
 
     def __init__(self, fd: int, here: int) -> None:
-        try:
-            self._file = FileIO(f"/proc/self/fd/{fd}", "r+b")  # with locks of its own, unlike a copy of `fd`
-        except OSError as error:
-            raise InitError(f"opening shared memory for locks: {error.strerror}") from error
-        self._here = here
-        self._lent: tuple[Device, int] | None = None
+        self._here, self._problem = here, ""
+        self._lent: list[tuple[Device, int]] = []
         self._borrowed: list[tuple[Device, int]] = []
+        with contextlib.ExitStack() as undo:
+            try:
+                self._file = undo.enter_context(FileIO(f"/proc/self/fd/{fd}", "r+b"))  # its locks are not those of `fd`
+                _lock(self._file, fcntl.F_UNLCK, here)
+                undo.pop_all()
+            except OSError as error:
+                self._problem = f"locks on shared memory: {error.strerror}"
 
-    def lend(self, device: Device, nbytes: int) -> int:
-        """The address of memory that others may open, once in a communicator."""
-        self._lent = (device, device.allocate_shared(nbytes))
-        return self._lent[1]
+    def lend(self, device: Device, nbytes: int, *, uncached: bool) -> int:
+        """The address of memory that others may open, zeros or not. `uncached`: kernels of several GPUs use it at
+        once."""
+        self._check()
+        free_left()
+        address = device.allocate_shared(nbytes) if uncached else device.allocate(nbytes)
+        self._lent.append((device, address))
+        return address
 
     def borrow(self, device: Device, handle: bytes, place: int) -> int:
-        """Where `device` sees what the rank at that place has lent. DeviceError where it cannot be opened."""
-        _set_lock(self._file, fcntl.F_RDLCK, place)
+        """Where `device` sees what the rank at that place has lent."""
+        self._check()
+        try:
+            _lock(self._file, fcntl.F_RDLCK, place)
+        except OSError as error:
+            raise DeviceError(f"locks on shared memory: {error.strerror}") from error
         address = device.open_ipc(handle)
         self._borrowed.append((device, address))
         return address
 
+    def _check(self) -> None:
+        if self._problem:
+            raise DeviceError(self._problem)
+
     def close(self) -> None:
         """Give everything back that is open here; nothing on this GPU uses it any more."""
-        for device, address in reversed(self._borrowed):
-            device.close_ipc(address)
-        self._borrowed.clear()
-        _set_lock(self._file, fcntl.F_UNLCK, 0, 0)
-        if self._lent is None:
+        if self._problem:
+            return
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._end_lending)
+            undo.callback(_lock, self._file, fcntl.F_UNLCK, 0, 0)
+            for device, address in self._borrowed:
+                undo.callback(device.close_ipc, address)
+
+    def _end_lending(self) -> None:
+        if not self._lent:
             self._file.close()
             return
-        lent = _Left(*self._lent, self._file, self._here)
+        lent = _Lent(self._lent[0][0], [address for _, address in self._lent], self._file, self._here)
         deadline = time.monotonic() + _TOGETHER
         while not (freed := lent.free()) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         if not freed:
-            _free_later(lent)
+            _left.append(lent)
+        free_left()
 
 
-def _free_later(lent: _Left) -> None:
-    global _freeing
-    with _lock:
-        _left.append(lent)
-        if _freeing is None:
-            _freeing = threading.Thread(target=_free_left, name="hetcoll-lent", daemon=True)
-            try:
-                lifetime.begin(_freeing)
-            except OSError as error:  # the process's end frees it
-                log.warning("memory that other ranks have open is left to the process: %s", error)
-                _freeing = None
+def free_left() -> None:
+    """Free what was left and is open nowhere any more. From any thread."""
+    kept: list[_Lent] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            lent = _left.pop()
+            if not lent.free():
+                kept.append(lent)
+    _left.extend(kept)
 
 
-def _free_left() -> None:
-    global _freeing
-    while True:
-        with _lock:
-            _left[:] = [lent for lent in _left if not lent.free()]
-            if not _left:
-                _freeing = None
-                return
-        time.sleep(_LONG_PAUSE)
-
-
-def _set_lock(file: FileIO, kind: int, first: int, count: int = 1) -> None:
-    """A lock of this kind on so many bytes, of all there are where `count` is 0."""
+def _lock(file: FileIO, kind: int, first: int, count: int = 1) -> None:
+    """Set a lock of this kind on so many bytes, on all there are where `count` is 0; OSError where others' do not let
+    it be."""
     fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, first, count, 0))
-
-
-def _unlocked(file: FileIO, at: int) -> bool:
-    """Whether nobody else has a lock on that byte."""
-    wish = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
-    found, *_ = _FLOCK.unpack(fcntl.fcntl(file.fileno(), fcntl.F_OFD_GETLK, wish))
-    return bool(found == fcntl.F_UNLCK)

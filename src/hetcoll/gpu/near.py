@@ -28,65 +28,69 @@ class NearMemory:
     """What this rank's GPU has of it, and what it has opened of others, both by `lender`. Making it is collective over
     all ranks. `rings`: there are some, beside slots.
 
-    Ranks of the host are named by their place among them. Where one cannot open another's, its messages go through
-    the host's slots; `why_not` says why, by rank.
+    Ranks of the host are named by their place among them. Where one cannot open another's slots, its messages go
+    through the host's; `why_not` says why, by rank.
     """
 
     def __init__(self, device: Device, share: GpuShare, lender: Lender, meet: Meet, *, rings: bool) -> None:
-        self._device, self._here, self._problem = device, share.here, "no other GPU of its library is on this host"
+        self._device, self._lender, self._locals = device, lender, share.locals
         self._edge_bytes = SLOTS * share.slot_bytes
-        self._bases: dict[int, int] = {}  # where this GPU sees that of a place
-        self.why_not: dict[int, str] = {}
         self.why_no_rings: str = _why_no_rings(share) if rings else "a library serves all ranks"
         """Why no collective is one kernel; empty where some are."""
         peers = [peer for peer in share.locals if peer != share.rank and not share.topology.far(share.rank, peer)]
-        # Slots come first: behind rings, copies into them were up to 1.3 times as slow.
-        self._rings = (len(share.locals) - 1) * EDGES * self._edge_bytes
-        if peers:
-            self._lend(lender, 0 if self.why_no_rings else GPU_RINGS.nbytes)
-        told = meet("memory of GPUs", json.dumps(self._shared()).encode())
+        slot_bytes = (len(share.locals) - 1) * EDGES * self._edge_bytes
+        mine = [_Region(share.here, self._lent(len(peers) and slot_bytes, uncached=False))]
+        if not self.why_no_rings:
+            mine.append(_Region(share.here, self._lent(GPU_RINGS.nbytes, uncached=True)))
+        told = meet("memory of GPUs", json.dumps([self._shared(region) for region in mine]).encode())
         for peer in peers:
-            handle, offset, problem = json.loads(told[peer])
-            place = share.locals.index(peer)
-            try:
-                base = lender.borrow(device, bytes.fromhex(handle), place) if handle else 0
-            except DeviceError as error:
-                base, problem = 0, str(error)
-            if base:
-                self._bases[place] = base + offset
-            else:
-                self.why_not[peer] = problem
-        seen = meet("memory of GPUs that is open", json.dumps(sorted(self._bases)).encode())
-        self._seen = [json.loads(seen[peer]) for peer in share.locals]
-        blind = [peer for peer, places in zip(share.locals, self._seen, strict=True) if len(places) < len(share.locals)]
+            for region, (handle, offset, problem) in zip(mine, json.loads(told[peer]), strict=True):
+                self._open(region, peer, handle, offset, problem)
+        seen = meet("memory of GPUs that is open", json.dumps([sorted(region.bases) for region in mine]).encode())
+        self._slots, self.why_not = mine[0].bases, mine[0].why_not
+        self._rings = mine[-1].bases
+        self._seen = [json.loads(seen[peer])[0] for peer in share.locals]
+        blind = [peer for peer in share.locals if len(json.loads(seen[peer])[-1]) < len(share.locals)]
         if blind and not self.why_no_rings:
             self.why_no_rings = f"{spell_ranks(blind)} cannot open the memory of all other GPUs"
 
-    def _lend(self, lender: Lender, nbytes: int) -> None:
-        """Memory for slots, and so many bytes for rings, if the GPU has room."""
+    def _lent(self, nbytes: int, *, uncached: bool) -> tuple[int, str]:
+        """Where so much memory is, and why there is none."""
+        if not nbytes:
+            return 0, "no other GPU of its library is on this host"
         try:
-            at = lender.lend(self._device, self._rings + nbytes)
+            at = self._lender.lend(self._device, nbytes, uncached=uncached)
         except DeviceError as error:
-            self._problem = str(error)
-        else:
-            self._bases[self._here] = at
-            clear(self._device, at + self._rings, nbytes)
+            return 0, str(error)
+        if uncached:
+            clear(self._device, at, nbytes)
+        return at, ""
 
-    def _shared(self) -> tuple[str, int, str]:
-        """How others open that of this rank: the handle of its allocation, and where in it it is; or why not."""
-        mine = self._bases.get(self._here)
-        if mine is None:
-            return "", 0, self._problem
+    def _shared(self, region: _Region) -> tuple[str, int, str]:
+        """How others open what is here: the handle of its allocation, and where in it it is; or why not."""
+        if not region.mine:
+            return "", 0, region.problem
         try:
-            base = self._device.pointer(mine).base
-            return self._device.ipc_handle(base).hex(), mine - base, ""
+            base = self._device.pointer(region.mine).base
+            return self._device.ipc_handle(base).hex(), region.mine - base, ""
         except DeviceError as error:
             return "", 0, str(error)
+
+    def _open(self, region: _Region, peer: int, handle: str, offset: int, problem: str) -> None:
+        place, base = self._locals.index(peer), 0
+        try:
+            base = self._lender.borrow(self._device, bytes.fromhex(handle), place) if handle else 0
+        except DeviceError as error:
+            problem = str(error)
+        if base:
+            region.bases[place] = base + offset
+        else:
+            region.why_not[peer] = problem
 
     @property
     def rings(self) -> Rings:
         """Where this GPU sees those of each rank, if they have any."""
-        seen = [] if self.why_no_rings else [self._bases[at] + self._rings for at in range(len(self._seen))]
+        seen = [] if self.why_no_rings else [self._rings[place] for place in range(len(self._locals))]
         return Rings(GPU_RINGS, seen)
 
     def at(self, src: int, dst: int, channel: int, *, captured: bool = False) -> int:
@@ -94,7 +98,17 @@ class NearMemory:
         if dst not in self._seen[src]:
             return 0
         number = (src - (src > dst)) * EDGES + channel + CHANNELS * captured
-        return self._bases[dst] + number * self._edge_bytes
+        return self._slots[dst] + number * self._edge_bytes
+
+
+class _Region:
+    """What each rank has of one kind. `bases`: where this GPU sees that of a place; `why_not`: why it does not see that
+    of a rank."""
+
+    def __init__(self, here: int, lent: tuple[int, str]) -> None:
+        self.mine, self.problem = lent
+        self.bases = {here: self.mine} if self.mine else {}
+        self.why_not: dict[int, str] = {}
 
 
 def _why_no_rings(share: GpuShare) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..vendors.devices.base import Device
     from .shared import GpuShare
 
-_LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
+_LEAST_CHUNK, _PACK = 4 << 10, 16
 _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * max(HOST_RINGS.blocks, GPU_RINGS.blocks)  # where in the state lie 8 bytes that stay 0
 MESSAGES = ZERO + 8  # where that of message kernels begins
@@ -58,10 +58,10 @@ class OneKernel:
 
     def _oneshot(self, call: Call) -> tuple[str, Oneshot, int, int]:
         """Kernel, argument, blocks and threads."""
-        size, at = self._rings
-        launch = self._device.kernels().oneshot_launch(call.count, call.dtype.itemsize, size.blocks)
-        arguments = Oneshot(count=call.count, state=self._state, words=size.words)
-        arguments.areas[: self._size] = [each + size.area for each in at]
+        ring, at = self._rings
+        launch = self._device.kernels().oneshot_launch(call.count, call.dtype.itemsize, ring.blocks)
+        arguments = Oneshot(count=call.count, state=self._state, words=ring.area_words)
+        arguments.areas[: self._size] = [each + ring.area for each in at]
         return oneshot_name(call.dtype, call.op), arguments, *launch
 
     def _exchange(self, call: Call) -> tuple[str, Exchange, int, int]:
@@ -80,4 +80,4 @@ class OneKernel:
         arguments.slots, arguments.slot_bytes, arguments.chunk_bytes = RING_SLOTS, RING_SLOT_BYTES, chunk
         arguments.state = self._state + _ONESHOT_STATE
         arguments.rings[:size], arguments.words[:size] = at, [each + ring.ring for each in at]
-        return name, arguments, min(ring.blocks, -(-each // chunk)), _THREADS
+        return name, arguments, min(ring.blocks, -(-each // chunk)), ring.threads

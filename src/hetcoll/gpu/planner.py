@@ -122,11 +122,6 @@ class GpuPlanner:
         """Why no collective is one kernel; empty where some are."""
         self._no_pulls = "8-bit floats may have to be converted" if two_kinds(share.gpus) else ""
 
-    @property
-    def kernels(self) -> bool:
-        """Whether some collectives are one kernel."""
-        return not self._no_kernel
-
     def settle(self, *, given_up: bool, no_rings: str = "", unmapped: str | None) -> None:
         """The ways inside the host were tried: some were `given_up`; kernels find none, as `no_rings` says; who is
         `unmapped` has no memory that all GPUs have mapped (`GpuEdges.why_not_captured`)."""

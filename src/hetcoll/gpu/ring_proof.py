@@ -23,37 +23,46 @@ if TYPE_CHECKING:
 
 _LENGTH = 20_011  # bytes of each rank: several blocks, the last one not full
 
-Gather = Callable[[DeviceArray, DeviceArray, int], None]
-"""Enqueue an all-gather by a kernel, out of one array into the other, on a stream."""
+Launch = Callable[[int], object]
+"""Enqueue a kernel on a stream."""
+Bind = Callable[[DeviceArray, DeviceArray], Launch]
+"""What launches an all-gather by a kernel, out of one array into the other: compiled, where that was never done."""
 
 
-def prove(device: Device, rank: int, size: int, here: int, segment: SlotSegment, gather: Gather, meet: Meet) -> str:
+def prove(device: Device, rank: int, size: int, here: int, segment: SlotSegment, bind: Bind, meet: Meet) -> str:
     """What went wrong on some rank; nothing where nothing did. Collective over all ranks, and the same on all of them.
     `here`: this rank's place on the host."""
-    told = meet("proof of rings", json.dumps(_problem(device, rank, size, here, segment, gather)).encode())
-    problems = (f"rank {who}: {problem}" for who, blob in enumerate(told) if (problem := json.loads(blob)))
+    mine = DeviceArray.of(device, path_probe.pattern(rank, _LENGTH))
+    got = DeviceArray.of(device, np.zeros(size * _LENGTH, np.uint8))
+    launch = bind(mine, got)
+    meet("kernels for rings", b"")  # from now on none takes long
+    problem = _stuck(device, here, segment, launch) or _wrong(got.get().reshape(size, _LENGTH))
+    told = meet("proof of rings", json.dumps(problem).encode())
+    problems = (f"rank {who}: {text}" for who, blob in enumerate(told) if (text := json.loads(blob)))
     return next(problems, "")
 
 
-def _problem(device: Device, rank: int, size: int, here: int, segment: SlotSegment, gather: Gather) -> str:
-    """What went wrong here."""
-    mine = DeviceArray.of(device, path_probe.pattern(rank, _LENGTH))
-    got = DeviceArray.of(device, np.zeros(size * _LENGTH, np.uint8))
+def _stuck(device: Device, here: int, segment: SlotSegment, launch: Launch) -> str:
+    """Whether the kernel does not end here."""
     stream, event = device.stream(), device.event()
     try:
-        gather(mine, got, stream)
+        launch(stream)
         device.record(event, stream)
-        if not path_probe.idle(device, [event], time.monotonic() + path_probe.SECONDS):
-            segment.release_kernels(here)
-            path_probe.idle(device, [event], math.inf)
-            segment.hold_kernels(here)
-            return f"no kernel of all other ranks came in {path_probe.SECONDS:.3g} s"
+        if path_probe.idle(device, [event], time.monotonic() + path_probe.SECONDS):
+            return ""
+        segment.release_kernels(here)
+        path_probe.idle(device, [event], math.inf)
+        segment.hold_kernels(here)
+        return f"the kernel of some other rank did not come in {path_probe.SECONDS:.3g} s"
     finally:
         device.destroy_event(event)
         device.destroy_stream(stream)
-    came = got.get().reshape(size, _LENGTH)
-    for peer in range(size):
-        if problem := path_probe.wrong(_reader(came[peer]), peer, _LENGTH):
+
+
+def _wrong(came: path_probe.Bytes) -> str:
+    """What is wrong with what has come, by rank."""
+    for peer, part in enumerate(came):
+        if problem := path_probe.wrong(_reader(part), peer, _LENGTH):
             return f"from rank {peer}: {problem}"
     return ""
 

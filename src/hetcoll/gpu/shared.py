@@ -6,6 +6,7 @@ streams move bytes without looking at them, so ranks compare what they call befo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -240,9 +241,9 @@ class GpuShare:
 
     def close(self) -> None:
         """Give back what is lent, and unmap the slots."""
-        if self.lender is not None:
-            self.lender.close()
-        self.segment.close()
+        with contextlib.closing(self.segment):
+            if self.lender is not None:
+                self.lender.close()
 
 
 def _first(what: str) -> str:

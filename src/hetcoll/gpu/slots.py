@@ -11,7 +11,7 @@ Calls in graphs have edges of their own, whose words count the messages of each 
 In front of the edges lie a word of each rank that makes its kernels give up, a page of each rank where it writes down
 what it calls (``native/gpu/ledger.h``), and a ring and an area of each rank for messages that are too small for copy
 engines, which kernels on the GPUs write and read (``devices/kernels/exchange.h``, ``oneshot.h``). Where one library
-serves all ranks, these lie in the GPUs' own memory (`near`).
+serves all ranks, rings and areas lie in the GPUs' own memory, if there are any (`near`).
 """
 
 from __future__ import annotations
@@ -72,11 +72,13 @@ class Edge:
 
 
 class RingSize(NamedTuple):
-    """Of what a rank has for the kernels of collectives, of so many `blocks`: a ring for each, the words of that, and
-    an area each half of which has so many `words`, of 4 bytes of data each."""
+    """Of what a rank has for the kernels of collectives, of so many `blocks`: a ring for each, words that say what is
+    in it, and an area each half of which has so many words of its own, of 4 bytes of data each. `threads`: of a block
+    that uses a ring."""
 
     blocks: int
-    words: int
+    threads: int
+    area_words: int
 
     @property
     def ring(self) -> int:
@@ -91,10 +93,12 @@ class RingSize(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of all."""
-        return self.area + 2 * 8 * self.words
+        return self.area + 2 * 8 * self.area_words
 
 
-HOST_RINGS, GPU_RINGS = RingSize(64, 16 << 10), RingSize(128, 128 << 10)
+HOST_RINGS = RingSize(64, 512, 16 << 10)
+GPU_RINGS = RingSize(128, 256, 128 << 10)
+"""A multiprocessor has room for two such blocks, by their registers: kernels of two communicators run side by side."""
 
 
 class Rings(NamedTuple):
@@ -225,7 +229,7 @@ class SlotSegment:
         first = self._rings + HOST_RINGS.nbytes * rank
         ring, area = (first + HOST_RINGS.ring) // 8, (first + HOST_RINGS.area) // 8
         moved += int(words[ring : area : WORD_BYTES // 8].sum())
-        return moved + sum(int(words[area + half * HOST_RINGS.words] >> np.uint64(32)) for half in (0, 1))
+        return moved + sum(int(words[area + half * HOST_RINGS.area_words] >> np.uint64(32)) for half in (0, 1))
 
     def release_kernels(self, rank: int) -> None:
         """Let every kernel of `rank` go that waits for a peer, now and from now on."""

@@ -58,8 +58,11 @@ class GpuStanding:
         return self._share.awaited()
 
     def progress(self) -> int:
-        """See `GpuEdges.progress`."""
-        return self._edges.progress()
+        """See `GpuEdges.progress`; of kernels and the library's calls, which leave no words, it is what has ended."""
+        moved = self._edges.progress()
+        with contextlib.suppress(_native.Fault, DeviceError):  # `idle` tells of those
+            moved += self._queue.passed()
+        return moved
 
     def problem(self) -> str | None:
         """What a library failed with, or None."""

@@ -1,9 +1,9 @@
 """Collectives among the GPUs of one host as one kernel a rank: which are, up to which sizes, and what they move.
 
-Up to `SMALL` bytes of an all-reduce each rank writes its input with a flag in every word, and reads all others'. Beyond
-that, and of other collectives, those that give write chunks and then a word that says so, and those that take read them
-(`Way`). Among four and more, all-reduces of more than `ONE_SHOT` read bytes are done in two rounds, of which the first
-leaves each rank with the sum of a part.
+Up to `SMALL` bytes of an all-reduce, or `SMALL_NEAR` inside an island, each rank writes its input with a flag in every
+word, and reads all others'. Beyond that, and of other collectives, those that give write chunks and then a word that
+says so, and those that take read them (`Way`). Among four and more, all-reduces of more than `ONE_SHOT` read bytes are
+done in two rounds, of which the first leaves each rank with the sum of a part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
 ONE_SHOT, MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to which each reduces all; of two or three
 MOST_MOVED = 1 << 20  # bytes that a rank of another collective reads, or writes
 MOST_ALONE = 3 << 20  # likewise of four and more, each of which is an island
-SMALL_NEAR, MOST_NEAR = 512 << 10, 16 << 20  # that a rank reads inside an island, for words and for any kernel
+SMALL_NEAR, MOST_NEAR = 512 << 10, 16 << 20  # that a rank reads, or writes, inside an island: by words, by any kernel
 _MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond ONE_SHOT
 BY_KERNEL = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER}) | CUT | FROM_ROOT | TO_ROOT
 

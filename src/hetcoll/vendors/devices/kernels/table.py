@@ -279,7 +279,7 @@ class KernelTable:
 
     @staticmethod
     def oneshot_launch(count: int, itemsize: int, most: int) -> tuple[int, int]:
-        """Blocks, `most` of them, and threads for a one-shot all-reduce: the same on all ranks."""
+        """Blocks, at most `most`, and threads for a one-shot all-reduce: the same on all ranks."""
         items = -(-count * itemsize // max(4, itemsize))
         return max(1, min(most, -(-items // _ONESHOT_BLOCK))), _ONESHOT_BLOCK
 
