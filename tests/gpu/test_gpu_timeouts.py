@@ -245,7 +245,7 @@ def stay_ahead(comm: hetcoll.Communicator, count: int, seconds: float) -> int:
     device.activate()
     stream, array = device.stream(), DeviceArray.of(device, np.zeros(count, np.float32))
     under_way: deque[int] = deque()
-    events, calls, begun = [device.event() for _ in range(9)], 0, time.monotonic()
+    events, calls, begun = [device.event() for _ in range(4)], 0, time.monotonic()
     while time.monotonic() - begun < seconds:
         comm.allreduce(array.buffer(), stream=stream)
         device.record(events[calls % len(events)], stream)
@@ -265,9 +265,9 @@ def stay_ahead(comm: hetcoll.Communicator, count: int, seconds: float) -> int:
 
 @pytest.mark.fakes
 @pytest.mark.parametrize(
-    ("env", "count"), [({"HETCOLL_REPRODUCIBLE": "1"}, 2000), ({}, 2_000_000)], ids=["kernels", "library"]
+    ("env", "count"), [({"HETCOLL_REPRODUCIBLE": "1"}, 2000), ({}, 300_000)], ids=["kernels", "library"]
 )
 def test_a_host_that_is_always_ahead_is_not_stuck(env: dict[str, str], count: int) -> None:
     """The end of the last call never comes: what ends before it shows that things move."""
-    with start("nn", HETCOLL_TIMEOUT="2", **env) as ranks:
+    with start("nn", HETCOLL_TIMEOUT="3", **env) as ranks:  # many times what all that is under way takes
         assert min(ranks.run(stay_ahead, count, 6.0, timeout=60)) > 20
