@@ -151,7 +151,7 @@ def without_rings(comm: hetcoll.Communicator, blank: bool) -> tuple[str, str]:
 
     def at(self: NearMemory) -> Rings:
         mine = self._rings[comm.rank]
-        others = DeviceArray.of(self._device, np.zeros(GPU_RINGS.nbytes, np.uint8)) if blank else None
+        others = DeviceArray.of(device_of_rank(comm.rank), np.zeros(GPU_RINGS.nbytes, np.uint8)) if blank else None
         kept.append(others)
         seen = [mine if others is None or place == comm.rank else others.ptr for place in range(comm.size)]
         return Rings(GPU_RINGS, seen)

@@ -20,8 +20,8 @@ BORROWS = """
 import sys
 from test_lent import Memory
 from hetcoll.gpu.lent import Lender
-lender = Lender(int(sys.argv[1]), 1)
-lender.borrow(Memory(), b"0", 0)
+lender = Lender(Memory(), int(sys.argv[1]), 1)
+lender.borrow(b"0", 0)
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -34,11 +34,9 @@ class Memory:
         self.allocated: set[int] = set()
         self.opened: set[int] = set()
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, *, uncached: bool = False) -> int:
         self.allocated.add(nbytes)
         return nbytes
-
-    allocate_shared = allocate
 
     def free(self, address: int) -> None:
         self.allocated.remove(address)
@@ -66,14 +64,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(fd: int, here: int) -> tuple[Any, Lender]:
-    return Memory(), Lender(fd, here)
+    device: Any = Memory()
+    return device, Lender(device, fd, here)
 
 
 def test_memory_outlives_who_has_it_open(fd: int) -> None:
     (first, lends), (second, too) = made(fd, 0), made(fd, 1)
-    lends.borrow(first, str(too.lend(second, 22, uncached=False)).encode(), 1)
-    too.borrow(second, str(lends.lend(first, 11, uncached=True)).encode(), 0)
-    too.borrow(second, str(lends.lend(first, 12, uncached=False)).encode(), 0)
+    lends.borrow(str(too.lend(22, uncached=False)).encode(), 1)
+    too.borrow(str(lends.lend(11, uncached=True)).encode(), 0)
+    too.borrow(str(lends.lend(12, uncached=False)).encode(), 0)
     lends.close()
     assert (first.allocated, first.opened) == ({11, 12}, set()), "the second one has it open"
     too.close()
@@ -84,8 +83,8 @@ def test_memory_outlives_who_has_it_open(fd: int) -> None:
 
 def test_those_who_close_together_leave_nothing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lent, "_TOGETHER", 60.0)
-    (first, lends), (second, borrows) = made(fd, 0), made(fd, 1)
-    borrows.borrow(second, str(lends.lend(first, 11, uncached=False)).encode(), 0)
+    (first, lends), (_, borrows) = made(fd, 0), made(fd, 1)
+    borrows.borrow(str(lends.lend(11, uncached=False)).encode(), 0)
     later = threading.Timer(0.05, borrows.close)
     later.start()
     lends.close()
@@ -94,21 +93,21 @@ def test_those_who_close_together_leave_nothing(fd: int, monkeypatch: pytest.Mon
 
 
 def test_what_was_left_is_freed_when_memory_is_next_lent(fd: int) -> None:
-    (first, lends), (second, borrows), (third, later) = made(fd, 0), made(fd, 1), made(fd, 2)
-    borrows.borrow(second, str(lends.lend(first, 11, uncached=False)).encode(), 0)
+    (first, lends), (_, borrows), (_, later) = made(fd, 0), made(fd, 1), made(fd, 2)
+    borrows.borrow(str(lends.lend(11, uncached=False)).encode(), 0)
     lends.close()
-    borrows.close()
+    borrows._file.close()  # as where its process ends
     assert first.allocated == {11}
-    later.lend(third, 33, uncached=False)
+    later.lend(33, uncached=False)
     assert not first.allocated
     later.close()
 
 
 def test_who_could_not_open_it_holds_nothing_once_closed(fd: int) -> None:
-    (first, lends), (second, borrows) = made(fd, 0), made(fd, 1)
-    lends.lend(first, 11, uncached=False)
+    (first, lends), (_, borrows) = made(fd, 0), made(fd, 1)
+    lends.lend(11, uncached=False)
     with pytest.raises(DeviceError, match="no such memory"):
-        borrows.borrow(second, b"none", 0)
+        borrows.borrow(b"none", 0)
     borrows.close()
     lends.close()
     assert not first.allocated
@@ -116,8 +115,8 @@ def test_who_could_not_open_it_holds_nothing_once_closed(fd: int) -> None:
 
 def test_a_driver_that_fails_keeps_no_lock(fd: int) -> None:
     (first, lends), (second, borrows) = made(fd, 0), made(fd, 1)
-    borrows.borrow(second, str(lends.lend(first, 11, uncached=False)).encode(), 0)
-    borrows.lend(second, 22, uncached=False)
+    borrows.borrow(str(lends.lend(11, uncached=False)).encode(), 0)
+    borrows.lend(22, uncached=False)
     second.opened.clear()  # so that closing it raises
     with pytest.raises(KeyError):
         borrows.close()
@@ -128,7 +127,7 @@ def test_a_driver_that_fails_keeps_no_lock(fd: int) -> None:
 
 def test_who_was_killed_holds_nothing(fd: int) -> None:
     first, lends = made(fd, 0)
-    lends.lend(first, 11, uncached=False)
+    lends.lend(11, uncached=False)
     arguments = [sys.executable, "-c", BORROWS, str(fd)]
     path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(arguments, pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -148,12 +147,12 @@ def test_a_system_without_such_locks_lends_nothing(fd: int, monkeypatch: pytest.
     def refuse(*words: object) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    found = [Lender(1 << 20, 0)]
+    found = [made(1 << 20, 0)[1]]
     monkeypatch.setattr(lent, "_lock", refuse)
-    found.append(Lender(fd, 0))
+    found.append(made(fd, 0)[1])
     for lender, why in zip(found, ("No such file or directory", "Invalid argument"), strict=True):
         with pytest.raises(DeviceError, match=f"locks on shared memory: {why}"):
-            lender.lend(Memory(), 11, uncached=False)  # type: ignore[arg-type]
+            lender.lend(11, uncached=False)
         with pytest.raises(DeviceError, match=f"locks on shared memory: {why}"):
-            lender.borrow(Memory(), b"11", 1)  # type: ignore[arg-type]
+            lender.borrow(b"11", 1)
         lender.close()

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import hetcoll._native as _native
 
-from .. import calls
-from ..calls import Call, descriptor
+from ..calls import Call, allgather, descriptor
 from ..calls.buffers import KIND_OF, Buffer
 from ..calls.messages import Message, SendRecv
 from ..config.limits import Held
@@ -33,7 +32,7 @@ from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType, Format
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
-from . import float8, path_probe, ring_proof, streams
+from . import float8, path_probe, streams
 from .array import DeviceArray, Residual, clear
 from .deadlines import Deadlines
 from .direct import why_not_direct
@@ -50,6 +49,7 @@ from .plans import DeviceBinder, GpuPlans
 from .proofs import GpuProofs
 from .proxy import Proxies
 from .pulls import Pulls
+from .ring_proof import Launch
 from .shared import GpuShare, Note
 from .standing import GpuStanding
 from .vendor_comm import GpuIslands, Meet, unlike_float8
@@ -112,9 +112,8 @@ class GpuExecutor:
             if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            near = self._near = None
-            if share.lender is not None:
-                near = self._near = NearMemory(device, share, share.lender, meet, rings=planner.ordered)
+            near = None if share.lender is None else NearMemory(device, share, meet, rings=planner.ordered)
+            self._near_rings = near is not None and not near.why_no_rings
             choices = self._choices = GpuPlanner(planner, share, islands, windows, near)
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
@@ -167,22 +166,16 @@ class GpuExecutor:
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all ranks of this host, all ranks together: see `path_probe`."""
         choices, given_up = self._choices, self._proofs.inside(meet, timeout)
-        no_rings = self._prove_rings(meet) if self._near is not None and not self._near.why_no_rings else ""
+        no_rings = self._proofs.rings(self._bind_gather, meet) if self._near_rings else ""
         choices.settle(given_up=given_up, no_rings=no_rings, unmapped=self._edges.why_not_captured(None))
         self.look_at_windows()
         self._plans.kernel = MessageKernel(self._device, self._share, choices.small, self._state + MESSAGES)
 
-    def _prove_rings(self, meet: Meet) -> str:
-        """See `ring_proof.prove`."""
-        place = (self._wiring.rank, self._wiring.size)
-
-        def bind(mine: DeviceArray, got: DeviceArray) -> ring_proof.Launch:
-            shape = self._one_kernel.bind(calls.allgather(*place, mine.buffer(), got.buffer()), "gather")
-            bound = self.bound(shape, path_probe.LABEL, [])
-            return lambda stream: self._calls.run(bound, mine.ptr, got.ptr, stream, True)
-
-        with self._watch.patient():
-            return ring_proof.prove(self._device, *place, self._share.here, self._segment, bind, meet)
+    def _bind_gather(self, mine: DeviceArray, got: DeviceArray) -> Launch:
+        """See `ring_proof.Bind`."""
+        call = allgather(self._wiring.rank, self._wiring.size, mine.buffer(), got.buffer())
+        bound = self.bound(self._one_kernel.bind(call, "gather"), path_probe.LABEL, [])
+        return lambda stream: self._calls.run(bound, mine.ptr, got.ptr, stream, True)
 
     def _enqueue_pattern(self, out: bool, peer: int, channel: int, address: int, nbytes: int, stream: int) -> None:
         """See `path_probe.Bench`."""

@@ -17,7 +17,7 @@ import os
 import struct
 import time
 from io import FileIO
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..errors import DeviceError
 
@@ -29,40 +29,14 @@ _PAUSE = 0.001  # between looks
 _FLOCK = struct.Struct("@hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid, with words of 64 bits
 
 
-class _Lent(NamedTuple):
-    """What is still to be freed, of the rank at place `here` in `file`."""
-
-    device: Device
-    addresses: list[int]
-    file: FileIO
-    here: int
-
-    def free(self) -> bool:
-        """Free it, unless others have it open."""
-        try:
-            _lock(self.file, fcntl.F_WRLCK, self.here)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.file.close)
-            for address in self.addresses:
-                undo.callback(self.device.free, address)
-        return True
-
-
-_left: list[_Lent] = []
-
-
 class Lender:
-    """One communicator's, for the rank at place `here` on its host. `fd` is of a file that is the same for all ranks
-    there, and is not kept. Its methods raise DeviceError where that has no locks."""
+    """One communicator's, for the rank at place `here` on its host, whose GPU is `device`. `fd` is of a file that is
+    the same for all ranks there, and is not kept. `lend` and `borrow` raise DeviceError where that has no locks."""
 
-    def __init__(self, fd: int, here: int) -> None:
-        self._here, self._problem = here, ""
-        self._lent: list[tuple[Device, int]] = []
-        self._borrowed: list[tuple[Device, int]] = []
+    def __init__(self, device: Device, fd: int, here: int) -> None:
+        self._device, self._here, self._problem = device, here, ""
+        self._lent: list[int] = []
+        self._borrowed: list[int] = []
         with contextlib.ExitStack() as undo:
             try:
                 self._file = undo.enter_context(FileIO(f"/proc/self/fd/{fd}", "r+b"))  # its locks are not those of `fd`
@@ -71,24 +45,21 @@ class Lender:
             except OSError as error:
                 self._problem = f"locks on shared memory: {error.strerror}"
 
-    def lend(self, device: Device, nbytes: int, *, uncached: bool) -> int:
-        """The address of memory that others may open, zeros or not. `uncached`: kernels of several GPUs use it at
-        once."""
+    def lend(self, nbytes: int, *, uncached: bool) -> int:
+        """The address of memory that others may open. `uncached` as in `Device.allocate`."""
         self._check()
         free_left()
-        address = device.allocate_shared(nbytes) if uncached else device.allocate(nbytes)
-        self._lent.append((device, address))
+        self._lent.append(address := self._device.allocate(nbytes, uncached=uncached))
         return address
 
-    def borrow(self, device: Device, handle: bytes, place: int) -> int:
-        """Where `device` sees what the rank at that place has lent."""
+    def borrow(self, handle: bytes, place: int) -> int:
+        """Where the GPU sees what the rank at that place has lent."""
         self._check()
         try:
             _lock(self._file, fcntl.F_RDLCK, place)
         except OSError as error:
             raise DeviceError(f"locks on shared memory: {error.strerror}") from error
-        address = device.open_ipc(handle)
-        self._borrowed.append((device, address))
+        self._borrowed.append(address := self._device.open_ipc(handle))
         return address
 
     def _check(self) -> None:
@@ -102,30 +73,43 @@ class Lender:
         with contextlib.ExitStack() as undo:
             undo.callback(self._end_lending)
             undo.callback(_lock, self._file, fcntl.F_UNLCK, 0, 0)
-            for device, address in self._borrowed:
-                undo.callback(device.close_ipc, address)
+            for address in self._borrowed:
+                undo.callback(self._device.close_ipc, address)
 
     def _end_lending(self) -> None:
-        if not self._lent:
-            self._file.close()
-            return
-        lent = _Lent(self._lent[0][0], [address for _, address in self._lent], self._file, self._here)
         deadline = time.monotonic() + _TOGETHER
-        while not (freed := lent.free()) and time.monotonic() < deadline:
+        while not (freed := self.free()) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         if not freed:
-            _left.append(lent)
+            _left.append(self)
         free_left()
+
+    def free(self) -> bool:
+        """Free what was lent, unless others have it open; nothing is borrowed any more."""
+        try:
+            _lock(self._file, fcntl.F_WRLCK, self._here)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._file.close)
+            for address in self._lent:
+                undo.callback(self._device.free, address)
+        return True
+
+
+_left: list[Lender] = []  # what they have lent others still have open
 
 
 def free_left() -> None:
     """Free what was left and is open nowhere any more. From any thread."""
-    kept: list[_Lent] = []
+    kept: list[Lender] = []
     with contextlib.suppress(IndexError):
         while True:
-            lent = _left.pop()
-            if not lent.free():
-                kept.append(lent)
+            lender = _left.pop()
+            if not lender.free():
+                kept.append(lender)
     _left.extend(kept)
 
 

@@ -19,96 +19,90 @@ from .slots import CHANNELS, EDGES, GPU_RINGS, Rings
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
-    from .lent import Lender
     from .shared import GpuShare
     from .vendor_comm import Meet
 
 
 class NearMemory:
-    """What this rank's GPU has of it, and what it has opened of others, both by `lender`. Making it is collective over
-    all ranks. `rings`: there are some, beside slots.
+    """What this rank's GPU has of it, and what it has opened of others, both by `share.lender`. Making it is collective
+    over all ranks. `rings`: there are some, beside slots.
 
     Ranks of the host are named by their place among them. Where one cannot open another's slots, its messages go
     through the host's; `why_not` says why, by rank.
     """
 
-    def __init__(self, device: Device, share: GpuShare, lender: Lender, meet: Meet, *, rings: bool) -> None:
-        self._device, self._lender, self._locals = device, lender, share.locals
-        self._edge_bytes = SLOTS * share.slot_bytes
+    def __init__(self, device: Device, share: GpuShare, meet: Meet, *, rings: bool) -> None:
+        ranks, self._edge_bytes = len(share.locals), SLOTS * share.slot_bytes
         self.why_no_rings: str = _why_no_rings(share) if rings else "a library serves all ranks"
         """Why no collective is one kernel; empty where some are."""
         peers = [peer for peer in share.locals if peer != share.rank and not share.topology.far(share.rank, peer)]
-        slot_bytes = (len(share.locals) - 1) * EDGES * self._edge_bytes
-        mine = [_Region(share.here, self._lent(len(peers) and slot_bytes, uncached=False))]
+        slots = self._slots = _Region(device, share, (ranks - 1) * EDGES * self._edge_bytes if peers else 0)
+        regions = [slots]
         if not self.why_no_rings:
-            mine.append(_Region(share.here, self._lent(GPU_RINGS.nbytes, uncached=True)))
-        told = meet("memory of GPUs", json.dumps([self._shared(region) for region in mine]).encode())
+            regions.append(_Region(device, share, GPU_RINGS.nbytes, uncached=True))
+        told = meet("memory of GPUs", json.dumps([region.shared() for region in regions]).encode())
         for peer in peers:
-            for region, (handle, offset, problem) in zip(mine, json.loads(told[peer]), strict=True):
-                self._open(region, peer, handle, offset, problem)
-        seen = meet("memory of GPUs that is open", json.dumps([sorted(region.bases) for region in mine]).encode())
-        self._slots, self.why_not = mine[0].bases, mine[0].why_not
-        self._rings = mine[-1].bases
-        self._seen = [json.loads(seen[peer])[0] for peer in share.locals]
-        blind = [peer for peer in share.locals if len(json.loads(seen[peer])[-1]) < len(share.locals)]
+            for region, words in zip(regions, json.loads(told[peer]), strict=True):
+                region.open(peer, *words)
+        found = meet("memory of GPUs that is open", json.dumps([sorted(region.bases) for region in regions]).encode())
+        seen = [json.loads(found[peer]) for peer in share.locals]
+        self.why_not, self._seen = slots.why_not, [places[0] for places in seen]
+        blind = [peer for peer, places in zip(share.locals, seen, strict=True) if len(places[-1]) < ranks]
         if blind and not self.why_no_rings:
             self.why_no_rings = f"{spell_ranks(blind)} cannot open the memory of all other GPUs"
-
-    def _lent(self, nbytes: int, *, uncached: bool) -> tuple[int, str]:
-        """Where so much memory is, and why there is none."""
-        if not nbytes:
-            return 0, "no other GPU of its library is on this host"
-        try:
-            at = self._lender.lend(self._device, nbytes, uncached=uncached)
-        except DeviceError as error:
-            return 0, str(error)
-        if uncached:
-            clear(self._device, at, nbytes)
-        return at, ""
-
-    def _shared(self, region: _Region) -> tuple[str, int, str]:
-        """How others open what is here: the handle of its allocation, and where in it it is; or why not."""
-        if not region.mine:
-            return "", 0, region.problem
-        try:
-            base = self._device.pointer(region.mine).base
-            return self._device.ipc_handle(base).hex(), region.mine - base, ""
-        except DeviceError as error:
-            return "", 0, str(error)
-
-    def _open(self, region: _Region, peer: int, handle: str, offset: int, problem: str) -> None:
-        place, base = self._locals.index(peer), 0
-        try:
-            base = self._lender.borrow(self._device, bytes.fromhex(handle), place) if handle else 0
-        except DeviceError as error:
-            problem = str(error)
-        if base:
-            region.bases[place] = base + offset
-        else:
-            region.why_not[peer] = problem
+        self._rings = [] if self.why_no_rings else [regions[-1].bases[place] for place in range(ranks)]
 
     @property
     def rings(self) -> Rings:
         """Where this GPU sees those of each rank, if they have any."""
-        seen = [] if self.why_no_rings else [self._rings[place] for place in range(len(self._locals))]
-        return Rings(GPU_RINGS, seen)
+        return Rings(GPU_RINGS, self._rings)
 
     def at(self, src: int, dst: int, channel: int, *, captured: bool = False) -> int:
         """Where this GPU sees the slots from `src` to `dst`, of which this rank is one; 0 where they are the host's."""
         if dst not in self._seen[src]:
             return 0
         number = (src - (src > dst)) * EDGES + channel + CHANNELS * captured
-        return self._slots[dst] + number * self._edge_bytes
+        return self._slots.bases[dst] + number * self._edge_bytes
 
 
 class _Region:
-    """What each rank has of one kind. `bases`: where this GPU sees that of a place; `why_not`: why it does not see that
-    of a rank."""
+    """So many bytes of each rank's GPU, zeros where they are `uncached`. `bases`: where this GPU sees that of a place;
+    `why_not`: why it does not see that of a rank."""
 
-    def __init__(self, here: int, lent: tuple[int, str]) -> None:
-        self.mine, self.problem = lent
-        self.bases = {here: self.mine} if self.mine else {}
+    def __init__(self, device: Device, share: GpuShare, nbytes: int, *, uncached: bool = False) -> None:
+        assert share.lender is not None, "one library serves all ranks"
+        self._device, self._locals, self._lender = device, share.locals, share.lender
+        self._mine, self._problem = 0, "no other GPU of its library is on this host"
+        try:
+            self._mine = self._lender.lend(nbytes, uncached=uncached) if nbytes else 0
+        except DeviceError as error:
+            self._problem = str(error)
+        if self._mine and uncached:
+            clear(device, self._mine, nbytes)
+        self.bases: dict[int, int] = {share.here: self._mine} if self._mine else {}
         self.why_not: dict[int, str] = {}
+
+    def shared(self) -> tuple[str, int, str]:
+        """How others open what is here: the handle of its allocation, and where in it it is; or why not."""
+        if not self._mine:
+            return "", 0, self._problem
+        try:
+            base = self._device.pointer(self._mine).base
+            return self._device.ipc_handle(base).hex(), self._mine - base, ""
+        except DeviceError as error:
+            return "", 0, str(error)
+
+    def open(self, peer: int, handle: str, offset: int, problem: str) -> None:
+        """Open what a rank has, which has `shared` this."""
+        place, base = self._locals.index(peer), 0
+        try:
+            base = self._lender.borrow(bytes.fromhex(handle), place) if handle else 0
+        except DeviceError as error:
+            problem = str(error)
+        if base:
+            self.bases[place] = base + offset
+        else:
+            self.why_not[peer] = problem
 
 
 def _why_no_rings(share: GpuShare) -> str:

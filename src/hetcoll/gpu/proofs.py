@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..plan.ir import P2P_CHANNEL
-from . import path_probe
+from . import path_probe, ring_proof
 from .far_proof import FarProof
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..vendors.devices.base import Device
     from .edges import GpuEdges
     from .proxy import Proxies
+    from .ring_proof import Bind
     from .shared import GpuShare
     from .vendor_comm import Meet
     from .watchdog import GpuWatch
@@ -38,6 +39,7 @@ class GpuProofs:
         undo: contextlib.ExitStack,
     ) -> None:
         self._wiring, self._share, self._edges, self._proxies, self._watch = wiring, share, edges, proxies, watch
+        self._device = device
         self._undo = contextlib.ExitStack()
         self._bench = path_probe.Bench(device, edges, share, enqueue, self._undo)
         undo.callback(self._undo.close)
@@ -56,6 +58,11 @@ class GpuProofs:
         if len(self._share.topology.hosts) == 1:
             self._undo.close()  # nothing else is to be tried
         return given_up
+
+    def rings(self, bind: Bind, meet: Meet) -> str:
+        """Of kernels, through the memory of GPUs: see `ring_proof.prove`."""
+        with self._watch.patient():
+            return ring_proof.prove(self._device, self._share, bind, meet)
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from .array import DeviceArray
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
-    from .slots import SlotSegment
+    from .shared import GpuShare
     from .vendor_comm import Meet
 
 _LENGTH = 20_011  # bytes of each rank: several blocks, the last one not full
@@ -29,20 +29,21 @@ Bind = Callable[[DeviceArray, DeviceArray], Launch]
 """What launches an all-gather by a kernel, out of one array into the other: compiled, where that was never done."""
 
 
-def prove(device: Device, rank: int, size: int, here: int, segment: SlotSegment, bind: Bind, meet: Meet) -> str:
-    """What went wrong on some rank; nothing where nothing did. Collective over all ranks, and the same on all of them.
-    `here`: this rank's place on the host."""
-    mine = DeviceArray.of(device, path_probe.pattern(rank, _LENGTH))
+def prove(device: Device, share: GpuShare, bind: Bind, meet: Meet) -> str:
+    """What went wrong on some rank; nothing where nothing did. Collective over all ranks, and the same on all of
+    them."""
+    size = len(share.gpus)
+    mine = DeviceArray.of(device, path_probe.pattern(share.rank, _LENGTH))
     got = DeviceArray.of(device, np.zeros(size * _LENGTH, np.uint8))
     launch = bind(mine, got)
     meet("kernels for rings", b"")  # from now on none takes long
-    problem = _stuck(device, here, segment, launch) or _wrong(got.get().reshape(size, _LENGTH))
+    problem = _stuck(device, share, launch) or _wrong(got.get().reshape(size, _LENGTH))
     told = meet("proof of rings", json.dumps(problem).encode())
     problems = (f"rank {who}: {text}" for who, blob in enumerate(told) if (text := json.loads(blob)))
     return next(problems, "")
 
 
-def _stuck(device: Device, here: int, segment: SlotSegment, launch: Launch) -> str:
+def _stuck(device: Device, share: GpuShare, launch: Launch) -> str:
     """Whether the kernel does not end here."""
     stream, event = device.stream(), device.event()
     try:
@@ -50,9 +51,9 @@ def _stuck(device: Device, here: int, segment: SlotSegment, launch: Launch) -> s
         device.record(event, stream)
         if path_probe.idle(device, [event], time.monotonic() + path_probe.SECONDS):
             return ""
-        segment.release_kernels(here)
+        share.segment.release_kernels(share.here)
         path_probe.idle(device, [event], math.inf)
-        segment.hold_kernels(here)
+        share.segment.hold_kernels(share.here)
         return f"the kernel of some other rank did not come in {path_probe.SECONDS:.3g} s"
     finally:
         device.destroy_event(event)

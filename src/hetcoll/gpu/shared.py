@@ -121,7 +121,7 @@ class GpuShare:
         ranks, name = len(self.locals), self.gpus[self.locals[0]].memory
         nbytes = SlotSegment.nbytes(ranks, self.slot_bytes, kernels=self.kernels)
         with self._memory("hetcoll-slots", nbytes, name, timeout) as memory:
-            self.lender = Lender(memory.fileno(), self.here) if lends else None
+            self.lender = Lender(device, memory.fileno(), self.here) if lends and device is not None else None
             return SlotSegment(memory.fileno(), ranks, self.slot_bytes, device, self.pinned, kernels=self.kernels)
 
     @property

@@ -129,14 +129,12 @@ class Device(Protocol):
 
     # ---- Memory ----
 
-    def allocate(self, nbytes: int) -> int:
-        """Device memory, which IPC handles and dma-buf reach (not from a pool), at least 256-byte aligned."""
-
-    def allocate_shared(self, nbytes: int) -> int:
-        """The same, which kernels of several GPUs may read and write at once: none keeps it in a cache of its own."""
+    def allocate(self, nbytes: int, *, uncached: bool = False) -> int:
+        """Device memory, which IPC handles and dma-buf reach (not from a pool), at least 256-byte aligned. `uncached`:
+        kernels of several GPUs may read and write it at once, none of which keeps it in a cache of its own."""
 
     def free(self, address: int) -> None:
-        """Give back what these gave. May wait until the device is idle."""
+        """Give back what `allocate` gave. May wait until the device is idle."""
 
     def allocate_host(self, nbytes: int) -> int:
         """Pinned host memory, coherent, at one address for the host and for all devices of the vendor."""

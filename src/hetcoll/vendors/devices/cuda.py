@@ -137,12 +137,10 @@ class CudaDevice:
 
     # ---- Memory ----
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, *, uncached: bool = False) -> int:
+        del uncached  # all is, for other GPUs' kernels, by the instructions that these read with (platform.h)
         with self._during_capture() as calls:
             return int(calls("cuMemAlloc", nbytes))
-
-    def allocate_shared(self, nbytes: int) -> int:
-        return self.allocate(nbytes)  # caches of other GPUs are passed by what kernels read with (platform.h)
 
     def free(self, address: int) -> None:
         with self._during_capture() as calls:

@@ -147,13 +147,9 @@ class HipDevice:
 
     # ---- Memory ----
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, *, uncached: bool = False) -> int:
         with self._during_capture() as calls:
-            return int(calls("hipMalloc", nbytes))
-
-    def allocate_shared(self, nbytes: int) -> int:
-        with self._during_capture() as calls:
-            return int(calls("hipExtMallocWithFlags", nbytes, _UNCACHED))
+            return int(calls("hipExtMallocWithFlags", nbytes, _UNCACHED) if uncached else calls("hipMalloc", nbytes))
 
     def free(self, address: int) -> None:
         with self._during_capture() as calls:
