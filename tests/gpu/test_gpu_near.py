@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import unittest.mock
@@ -26,7 +27,8 @@ from hetcoll.gpu import path_probe
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.near import NearMemory
 from hetcoll.gpu.slots import GPU_RINGS, Rings
-from hetcoll.types import DType
+from hetcoll.plan import one_kernel
+from hetcoll.types import Collective, DType
 
 DIRECT = "direct,alltoall:pairwise,alltoallv:pairwise"
 MANY = 1_100_001  # float32s: some pieces, in slots that come again
@@ -175,3 +177,29 @@ def test_rings_that_carry_nothing_or_something_else_are_not_used(kinds: str, bla
             for each in told:
                 assert "in the order of ranks, in pieces of up to " in each
                 assert re.search(f"not by one kernel: the GPUs do not reach each other's memory: {why}", each), each
+
+
+@pytest.mark.parametrize("size", range(2, one_kernel.MOST_RANKS + 1))
+def test_each_reader_has_areas_of_its_own_with_room_for_the_longest_call(size: int) -> None:
+    bases = [GPU_RINGS.nbytes * rank for rank in range(size)]
+    areas = [Rings(GPU_RINGS, bases).areas(rank) for rank in range(size)]
+    read = {(rank, peer): areas[rank][0][peer] for rank in range(size) for peer in range(size) if peer != rank}
+    for rank in range(size):
+        peers = [peer for peer in range(size) if peer != rank]
+        assert areas[rank][1] == [read[peer, rank] for peer in peers], "a rank writes where each peer reads"
+        words = areas[rank][2]
+        places = sorted(read[rank, peer] for peer in peers)
+        assert all(b - a >= 16 * words for a, b in itertools.pairwise(places))
+        assert bases[rank] + GPU_RINGS.area <= places[0]
+        assert places[-1] + 16 * words <= bases[rank] + GPU_RINGS.nbytes
+    for each in DType:
+        longest = one_kernel.SMALL_NEAR // (size - 1) // each.itemsize * each.itemsize
+        most = max(
+            n for n in range(longest - 64, longest + 1) if n % each.itemsize == 0 and chosen(n, size) == "oneshot"
+        )
+        item = max(4, each.itemsize)
+        assert -(-most // item) * item // 4 <= areas[0][2]
+
+
+def chosen(nbytes: int, size: int) -> str | None:
+    return one_kernel.choose(Collective.ALLREDUCE, nbytes, size, 1)

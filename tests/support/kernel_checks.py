@@ -18,7 +18,6 @@ from elements import AVERAGED, NARROW, NUMPY, Array, assert_same, bit_patterns, 
 from hetcoll import _native
 from hetcoll.types import DType, ReduceOp
 from hetcoll.vendors.devices.kernels import (
-    ONESHOT_RANKS,
     KernelTable,
     Oneshot,
     oneshot_name,
@@ -211,12 +210,13 @@ def expected(dtype: DType, op: ReduceOp, operands: Sequence[Array], divisor: int
 
 
 class Ring:
-    """The ranks of a one-shot all-reduce on one machine, with all that they share."""
+    """The ranks of a one-shot all-reduce on one machine, with all that they share; `pushed`: each reads areas of its
+    own."""
 
-    def __init__(self, machine: Machine, size: int, nbytes: int) -> None:
-        self.machine, self.size = machine, size
+    def __init__(self, machine: Machine, size: int, nbytes: int, *, pushed: bool = False) -> None:
+        self.machine, self.size, self.pushed = machine, size, pushed
         self.words = KernelTable.oneshot_words(nbytes)
-        self.areas = [machine.allocate(16 * self.words, shared=True) for _ in range(size)]
+        self.areas = [machine.allocate(16 * self.words, shared=True) for _ in range(size * size if pushed else size)]
         self.states = [machine.allocate(8) for _ in range(size)]
         self.abort = machine.allocate(LINE, shared=True)
         self.buffers = [(machine.allocate(nbytes + 512), machine.allocate(nbytes + 512)) for _ in range(size)]
@@ -237,10 +237,17 @@ class Ring:
     def launch(
         self, rank: int, dtype: DType, op: ReduceOp, count: int, divisor: int, dst: int, src: int, rounds: bool = False
     ) -> Launch:
-        areas = self.areas + [0] * (ONESHOT_RANKS - self.size)
         arguments = Oneshot(
-            dst, src, count, tuple(areas), self.states[rank], self.abort, rank, self.size, divisor, self.words, rounds
-        )
+            dst, src, count, state=self.states[rank], abort=self.abort, rank=rank, size=self.size, divisor=divisor,
+            words=self.words, rounds=rounds,
+        )  # fmt: skip
+        to = [self.areas[rank]]
+        sources = [0 if peer == rank else self.areas[peer] for peer in range(self.size)]
+        if self.pushed:
+            to = [self.areas[rank * self.size + peer] for peer in range(self.size) if peer != rank]
+            sources = [0 if peer == rank else self.areas[peer * self.size + rank] for peer in range(self.size)]
+        arguments.copies = len(to)
+        arguments.from_[: self.size], arguments.to[: len(to)] = sources, to
         shape = KernelTable.oneshot_launch(count, dtype.itemsize, 32)
         return Launch(oneshot_name(dtype, op), *shape, bytes(arguments))
 
@@ -272,7 +279,11 @@ class Ring:
 
 def check_oneshot(machine: Machine, dtype: DType, size: int) -> None:
     """Every reduction, several counts, places and divisors, one call after another on the same areas."""
-    ring = Ring(machine, size, 8192)
+    for pushed in (False, True):
+        _check_oneshot(Ring(machine, size, 8192, pushed=pushed), dtype)
+
+
+def _check_oneshot(ring: Ring, dtype: DType) -> None:
     counts = (1, 3, 67, 8192 // dtype.itemsize)
     calls = 0
     for op in reductions(dtype):
@@ -281,22 +292,29 @@ def check_oneshot(machine: Machine, dtype: DType, size: int) -> None:
             ring.check(dtype, op, count, offset=offset, inplace=count == 67)
             calls += 1
     if dtype in AVERAGED:
-        ring.check(dtype, ReduceOp.AVG, 61, divisor=size)
+        ring.check(dtype, ReduceOp.AVG, 61, divisor=ring.size)
         ring.check(dtype, ReduceOp.AVG, 61, divisor=1000)
-        ring.check(dtype, ReduceOp.AVG, 61, divisor=size, rounds=True)
+        ring.check(dtype, ReduceOp.AVG, 61, divisor=ring.size, rounds=True)
         ring.check(dtype, ReduceOp.SUM, counts[-1], rounds=True)
         calls += 4
-    assert ring.calls() == [(calls, 0)] * size
+    assert ring.calls() == [(calls, 0)] * ring.size
 
 
 def check_oneshot_numbers(machine: Machine) -> None:
     """Numbers pass 2^32, and every 2^16 calls no word of an area is older than the call."""
-    ring = Ring(machine, 2, 4096)
+    for pushed in (False, True):
+        _check_oneshot_numbers(machine, Ring(machine, 3, 4096, pushed=pushed))
+
+
+def _check_oneshot_numbers(machine: Machine, ring: Ring) -> None:
     ring.set_calls(2**32 - 3)
     for _ in range(6):
         ring.check(DType.FLOAT32, ReduceOp.SUM, 5)
-    assert ring.calls() == [(3, 0)] * 2
-    for area in ring.areas:  # calls 0 and 1 swept both halves; 2 and 3 wrote five words each
+    assert ring.calls() == [(3, 0)] * 3
+    for at, area in enumerate(ring.areas):
+        if ring.pushed and at // 3 == at % 3:  # nobody sends to itself
+            continue
+        # Calls 0 and 1 swept both halves; 2 and 3 wrote five words each.
         numbers = machine.read(area, 16 * ring.words).view(np.uint32)[1::2].reshape(2, ring.words)
         assert numbers[0].tolist() == [2] * 5 + [0] * (ring.words - 5)
         assert numbers[1].tolist() == [3] * 5 + [1] * (ring.words - 5)

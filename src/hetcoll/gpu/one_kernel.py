@@ -58,10 +58,10 @@ class OneKernel:
 
     def _oneshot(self, call: Call) -> tuple[str, Oneshot, int, int]:
         """Kernel, argument, blocks and threads."""
-        ring, at = self._rings
-        launch = self._device.kernels().oneshot_launch(call.count, call.dtype.itemsize, ring.blocks)
-        arguments = Oneshot(count=call.count, state=self._state, words=ring.area_words)
-        arguments.areas[: self._size] = [each + ring.area for each in at]
+        launch = self._device.kernels().oneshot_launch(call.count, call.dtype.itemsize, self._rings.size.blocks)
+        sources, to, words = self._rings.areas(self._rank)
+        arguments = Oneshot(count=call.count, state=self._state, words=words, copies=len(to))
+        arguments.from_[: self._size], arguments.to[: len(to)] = sources, to
         return oneshot_name(call.dtype, call.op), arguments, *launch
 
     def _exchange(self, call: Call) -> tuple[str, Exchange, int, int]:

@@ -73,12 +73,14 @@ class Edge:
 
 class RingSize(NamedTuple):
     """Of what a rank has for the kernels of collectives, of so many `blocks`: a ring for each, words that say what is
-    in it, and an area each half of which has so many words of its own, of 4 bytes of data each. `threads`: of a block
-    that uses a ring."""
+    in it, and an area each half of which has so many words, of 4 bytes of data each. `threads`: of a block that uses a
+    ring. `pushed`: the area is cut into those of each peer, who writes there, and is not what the rank itself writes
+    for all."""
 
     blocks: int
     threads: int
     area_words: int
+    pushed: bool
 
     @property
     def ring(self) -> int:
@@ -96,8 +98,8 @@ class RingSize(NamedTuple):
         return self.area + 2 * 8 * self.area_words
 
 
-HOST_RINGS = RingSize(64, 512, 16 << 10)
-GPU_RINGS = RingSize(128, 256, 128 << 10)
+HOST_RINGS = RingSize(64, 512, 16 << 10, pushed=False)
+GPU_RINGS = RingSize(128, 256, 128 << 10, pushed=True)
 """A multiprocessor has room for two such blocks, by their registers: kernels of two communicators run side by side."""
 
 
@@ -106,6 +108,18 @@ class Rings(NamedTuple):
 
     size: RingSize
     at: Sequence[int]
+
+    def areas(self, rank: int) -> tuple[list[int], list[int], int]:
+        """Where `rank` reads the words of each other rank and 0 for its own, where it writes its own, and how many
+        words a half of each has."""
+        first, words = [at + self.size.area for at in self.at], self.size.area_words
+        if not self.size.pushed:
+            return [0 if peer == rank else at for peer, at in enumerate(first)], [first[rank]], words
+        peers = [peer for peer in range(len(first)) if peer != rank]
+        words = words // len(peers) // 2 * 2  # whole elements, of 8 bytes at most
+        part = 2 * 8 * words
+        sources = [0 if peer == rank else first[rank] + (peer - (peer > rank)) * part for peer in range(len(first))]
+        return sources, [first[peer] + (rank - (rank > peer)) * part for peer in peers], words
 
 
 class Words(NamedTuple):

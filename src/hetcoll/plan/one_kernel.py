@@ -18,6 +18,7 @@ ONE_SHOT, MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to whic
 MOST_MOVED = 1 << 20  # bytes that a rank of another collective reads, or writes
 MOST_ALONE = 3 << 20  # likewise of four and more, each of which is an island
 SMALL_NEAR, MOST_NEAR = 512 << 10, 16 << 20  # that a rank reads, or writes, inside an island: by words, by any kernel
+_WORDS = 8  # bytes, of the data of two
 _MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond ONE_SHOT
 BY_KERNEL = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER}) | CUT | FROM_ROOT | TO_ROOT
 
@@ -56,7 +57,8 @@ def choose(collective: Collective, nbytes: int, size: int, islands: int) -> str 
     """
     if collective not in BY_KERNEL or nbytes == 0 or not 1 < size <= MOST_RANKS:
         return None
-    if collective is Collective.ALLREDUCE and (nbytes <= SMALL if islands > 1 else (size - 1) * nbytes <= SMALL_NEAR):
+    small = SMALL if islands > 1 else SMALL_NEAR // (size - 1) // _WORDS * _WORDS
+    if collective is Collective.ALLREDUCE and nbytes <= small:
         return "oneshot"
     most = MOST_ALONE if islands == size > 3 else MOST_MOVED  # copies begin once for each peer in another island
     if islands == 1:

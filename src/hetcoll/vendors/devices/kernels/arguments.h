@@ -5,22 +5,23 @@ namespace hetcoll {
 
 constexpr unsigned kOneshotRanks = 16;
 
-// The ranks of one host that reduce small messages among themselves. Every rank has an area of 2 * `words` words in
-// memory that all devices have mapped, zeroed at first; `areas` lists them in rank order, in the same way everywhere.
+// The ranks of one host that reduce small messages among themselves. An area is 2 * `words` words, zeroed at first, in
+// memory that its writer and its readers have mapped: one of each rank that all others read, or one for each of these.
 struct Oneshot {
   void* dst;        // count elements; may be src
   const void* src;  // count elements, at any address
   unsigned long long count;
-  unsigned long long* areas[kOneshotRanks];
+  const unsigned long long* from[kOneshotRanks];  // where the words of each other rank are read
+  unsigned long long* to[kOneshotRanks];          // the `copies` areas that take this rank's
   unsigned* state;   // two words of this device's memory, zeroed at first: calls made, blocks done in this call
   unsigned* abort;   // a word of mapped memory: when it is not 0, the kernel gives up; see waits.h
   int rank, size;    // 2 <= size <= kOneshotRanks
   unsigned divisor;  // of sums; 1: none
   unsigned words;    // in a half of an area: at least count * itemsize / 4, rounded up to whole elements
   unsigned rounds;   // 1: after each operand; 0: once
-  unsigned unused;
+  unsigned copies;
 };
-static_assert(sizeof(Oneshot) == 24 + 8 * kOneshotRanks + 40,
+static_assert(sizeof(Oneshot) == 24 + 16 * kOneshotRanks + 40,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 // What the exchange kernels take (exchange.h). Every rank has a ring of `slots` slots for each block, and their words,

@@ -1,6 +1,7 @@
-// The all-reduce of small messages among GPUs of one host, in one kernel a rank. A rank puts its data into its own
-// area, 4 bytes of data and the call's number to a word, and takes every peer's words as soon as they bear the number:
-// the 8 bytes of a word arrive together, so that nothing else need be waited for (NCCL calls such a protocol LL).
+// The all-reduce of small messages among GPUs of one host, in one kernel a rank. A rank puts its data into one area
+// that all read, or into one of each reader, 4 bytes of data and the call's number to a word, and takes every peer's
+// words as soon as they bear the number: the 8 bytes of a word arrive together, so that nothing else need be waited for
+// (NCCL calls such a protocol LL).
 //
 // Calls alternate between the halves of an area. A rank that writes for call n has seen words of call n - 1 from every
 // peer; a peer wrote those after it had ended call n - 2, which was the last to read what is now overwritten.
@@ -16,7 +17,7 @@
 namespace hetcoll {
 
 // Numbers come back after 2^32 calls. A word of that age would pass for new, so that once in so many calls a rank
-// writes all words of its area.
+// writes all words of its areas.
 constexpr unsigned kSweepEvery = 1u << 16;
 
 // What a thread takes at a time: whole words and whole elements.
@@ -50,18 +51,22 @@ HETCOLL_DEVICE bool Await(const Oneshot& x, int rank, const U64* at, unsigned nu
 }
 
 template <class T>
-HETCOLL_DEVICE void Publish(const Oneshot& x, unsigned number, U64* area) {
+HETCOLL_DEVICE void Publish(const Oneshot& x, unsigned number, U64 half) {
   constexpr unsigned kWords = Item<T>::kWords;
   const U64 items = (x.count + Item<T>::kElements - 1) / Item<T>::kElements;
   const U64 stamp = U64{number} << 32;
   for (U64 i = ThreadIndex(); i < items; i += ThreadCount()) {
     Item<T> item{};
     ReadItem(x, i, item);
-    HETCOLL_UNROLL
-    for (unsigned w = 0; w < kWords; ++w) StoreRelaxed(area + i * kWords + w, stamp | item.word[w]);
+    for (unsigned c = 0; c < x.copies; ++c) {
+      HETCOLL_UNROLL
+      for (unsigned w = 0; w < kWords; ++w) StoreRelaxed(x.to[c] + half + i * kWords + w, stamp | item.word[w]);
+    }
   }
   if (number % kSweepEvery > 1) return;  // both halves have their turn
-  for (U64 i = items * kWords + ThreadIndex(); i < x.words; i += ThreadCount()) StoreRelaxed(area + i, stamp);
+  for (U64 i = items * kWords + ThreadIndex(); i < x.words; i += ThreadCount()) {
+    for (unsigned c = 0; c < x.copies; ++c) StoreRelaxed(x.to[c] + half + i, stamp);
+  }
 }
 
 template <class Type, class Op>
@@ -92,7 +97,7 @@ HETCOLL_DEVICE bool Gather(const Oneshot& x, unsigned number, U64 half, U64 i) {
       const int rank = first + static_cast<int>(k);
       HETCOLL_UNROLL
       for (unsigned w = 0; w < kWords; ++w) {
-        if (rank < x.size && rank != x.rank) word[k][w] = LoadRelaxed(x.areas[rank] + half + i * kWords + w);
+        if (rank < x.size && rank != x.rank) word[k][w] = LoadRelaxed(x.from[rank] + half + i * kWords + w);
       }
     }
     HETCOLL_UNROLL
@@ -105,7 +110,7 @@ HETCOLL_DEVICE bool Gather(const Oneshot& x, unsigned number, U64 half, U64 i) {
       } else {
         HETCOLL_UNROLL
         for (unsigned w = 0; w < kWords; ++w) {
-          if (!Await(x, rank, x.areas[rank] + half + i * kWords + w, number, word[k][w])) return false;
+          if (!Await(x, rank, x.from[rank] + half + i * kWords + w, number, word[k][w])) return false;
           item.word[w] = static_cast<unsigned>(word[k][w]);
         }
       }
@@ -127,7 +132,7 @@ HETCOLL_DEVICE void AllReduce(const Oneshot& x) {
   const unsigned number = LoadRelaxed(x.state) + 1;
   const U64 half = U64{number % 2} * x.words;
   const U64 items = (x.count + Item<T>::kElements - 1) / Item<T>::kElements;
-  Publish<T>(x, number, x.areas[x.rank] + half);
+  Publish<T>(x, number, half);
   for (U64 i = ThreadIndex(); i < items; i += ThreadCount()) {
     if (!Gather<Type, Op>(x, number, half, i)) break;
   }

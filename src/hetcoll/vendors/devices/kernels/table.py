@@ -36,7 +36,8 @@ class Oneshot(ctypes.Structure):
         ("dst", ctypes.c_uint64),
         ("src", ctypes.c_uint64),
         ("count", ctypes.c_uint64),
-        ("areas", ctypes.c_uint64 * ONESHOT_RANKS),
+        ("from_", ctypes.c_uint64 * ONESHOT_RANKS),
+        ("to", ctypes.c_uint64 * ONESHOT_RANKS),
         ("state", ctypes.c_uint64),
         ("abort", ctypes.c_uint64),
         ("rank", ctypes.c_int32),
@@ -44,7 +45,7 @@ class Oneshot(ctypes.Structure):
         ("divisor", ctypes.c_uint32),
         ("words", ctypes.c_uint32),
         ("rounds", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("copies", ctypes.c_uint32),
     )
 
 
