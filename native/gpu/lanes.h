@@ -11,10 +11,10 @@
 
 namespace hetcoll {
 
-// By what they do. Two for each direction of copies, which take turns: a stream that waits for
-// a value in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7
-// us of the 73 that 3 MiB take), and meanwhile the other one copies. A signal in the same stream would wait for that
-// one as well, so signals have a stream of their own, but for messages, whose copies take no turns (Signals).
+// Lanes, by what they do. There are two for each direction of copies, which take turns: a stream that waits for a value
+// in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7 us of
+// the 73 that 3 MiB take), and meanwhile the other one copies. A signal in the same stream would wait for that one as
+// well, so signals have a stream of their own, but for messages, whose copies take no turns (Signals).
 inline constexpr unsigned kCopyLanes = 2;
 enum DeviceLane : std::uint8_t {
   kOutLanes,                            // fill slots

@@ -27,6 +27,7 @@ import hetcoll._native as _native
 
 from ..errors import InitError
 from ..plan import pieces
+from ..plan.one_kernel import SMALL, SMALL_NEAR
 from ..plan.pieces import SLOTS
 from ..vendors.devices.kernels.table import AWAITED, MESSAGE_COUNTERS, MESSAGE_RING, ONESHOT_RANKS
 
@@ -98,8 +99,8 @@ class RingSize(NamedTuple):
         return self.area + 2 * 8 * self.area_words
 
 
-HOST_RINGS = RingSize(64, 512, 16 << 10, pushed=False)
-GPU_RINGS = RingSize(128, 256, 128 << 10, pushed=True)
+HOST_RINGS = RingSize(64, 512, SMALL // 4, pushed=False)
+GPU_RINGS = RingSize(128, 256, SMALL_NEAR // 4, pushed=True)
 """A multiprocessor has room for two such blocks, by their registers: kernels of two communicators run side by side."""
 
 
