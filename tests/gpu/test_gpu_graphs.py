@@ -449,7 +449,7 @@ from hetcoll.gpu.array import DeviceArray
 comm = hetcoll.init()
 device = device_of_rank(comm.rank)
 device.activate()
-stream, array = device.stream(), DeviceArray.of(device, np.ones(5, np.float32))
+stream, array = device.stream(), DeviceArray.of(device, np.ones(1_100_001, np.float32))
 comm.allreduce(array.buffer(), stream=stream)
 with Capture(device, stream) as captured:
     comm.allreduce(array.buffer(), stream=stream)

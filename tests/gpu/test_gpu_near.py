@@ -116,7 +116,7 @@ def test_the_library_keeps_what_is_not_named(whole: Any, kinds: str) -> None:
     ranks = whole(kinds, HETCOLL_ALGO="allgather:direct")
     for gpus, paths in ranks.run(told, "allgather", "allreduce", timeout=60):
         assert gpus[0].startswith("direct, in pieces of up to ")
-        assert gpus[1].startswith("one call of ")
+        assert "one call of " in gpus[1]
         assert "through slots in the receiving GPU's memory (mapped: one host), tried with bytes" in paths[0]
     check(ranks, [Case("allgather", count=MANY), Case("allreduce", count=70_001)])
 
@@ -163,7 +163,7 @@ def without_rings(comm: hetcoll.Communicator, blank: bool) -> tuple[str, str]:
     with wrong, unittest.mock.patch.object(path_probe, "SECONDS", 1.0):
         run_on_gpu(comm, [Case("allreduce", count=9)])
     run_on_gpu(comm, [Case("allreduce", count=count) for count in (1009, 70_001)])
-    return comm.explain("allreduce", 4).gpus, comm.explain("reduce", 1 << 16).gpus
+    return comm.explain("allreduce", 4).gpus, comm.explain("allgather", 1 << 16).gpus
 
 
 @pytest.mark.fakes
@@ -172,10 +172,10 @@ def without_rings(comm: hetcoll.Communicator, blank: bool) -> tuple[str, str]:
     ("aa", True, r"rank [01]: the kernel of some other rank did not come in 1 s"),
 ], first=1)  # fmt: skip
 def test_rings_that_carry_nothing_or_something_else_are_not_used(kinds: str, blank: bool, why: str) -> None:
-    with start(kinds, HETCOLL_REPRODUCIBLE="1") as ranks:
+    with start(kinds) as ranks:
         for told in ranks.run(without_rings, blank, timeout=100):
             for each in told:
-                assert "in the order of ranks, in pieces of up to " in each
+                assert each.startswith("one call of ")
                 assert re.search(f"not by one kernel: the GPUs do not reach each other's memory: {why}", each), each
 
 

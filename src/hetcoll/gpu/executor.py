@@ -112,10 +112,11 @@ class GpuExecutor:
             if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            near = None if share.lender is None else NearMemory(device, share, meet, rings=planner.ordered)
+            near = None if share.lender is None else NearMemory(device, share, meet, slots=planner.own_plans)
             self._near_rings = near is not None and not near.why_no_rings
             choices = self._choices = GpuPlanner(planner, share, islands, windows, near)
-            self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near, prepare, seconds)
+            slots = near if planner.own_plans else None
+            self._edges = GpuEdges(wiring, self._queue, share, self._proxies, slots, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
             binder = DeviceBinder(self._queue, device, self._edges.of)

@@ -1,9 +1,9 @@
-"""Memory of GPUs of one host that one library serves, which the others have opened (IPC): for what is taken from the
-library, by HETCOLL_ALGO or where sums have the order of ranks.
+"""Memory of GPUs of one host that one library serves, which the others have opened (IPC).
 
-What comes to a rank has slots on that rank's GPU, and copy engines of the others write there, over the links between
-the GPUs. Words of these slots are the host's, as those of all others (`slots`). For sums in order there are rings and
-areas as well, for what is one kernel a rank.
+It has rings and areas for what is one kernel a rank. For what is taken from the library by HETCOLL_ALGO, or where sums
+have the order of ranks, there are slots as well. What comes to a rank has slots on that rank's GPU, and copy engines of
+the others write there, over the links between the GPUs. Words of these slots are the host's, as those of all others
+(`slots`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 
 class NearMemory:
     """What this rank's GPU has of it, and what it has opened of others, both by `share.lender`. Making it is collective
-    over all ranks. `rings`: there are some, beside slots.
+    over all ranks. `slots`: there are some, beside rings.
 
     Ranks of the host are named by their place among them. Where one cannot open another's slots, its messages go
     through the host's; `why_not` says why, by rank.
     """
 
-    def __init__(self, device: Device, share: GpuShare, meet: Meet, *, rings: bool) -> None:
+    def __init__(self, device: Device, share: GpuShare, meet: Meet, *, slots: bool) -> None:
         ranks, self._edge_bytes = len(share.locals), SLOTS * share.slot_bytes
-        self.why_no_rings: str = _why_no_rings(share) if rings else "a library serves all ranks"
+        self.why_no_rings: str = _why_no_rings(share)
         """Why no collective is one kernel; empty where some are."""
         peers = [peer for peer in share.locals if peer != share.rank and not share.topology.far(share.rank, peer)]
-        slots = self._slots = _Region(device, share, (ranks - 1) * EDGES * self._edge_bytes if peers else 0)
-        regions = [slots]
+        wanted = (ranks - 1) * EDGES * self._edge_bytes if slots and peers else 0
+        self._slots = _Region(device, share, wanted)
+        regions = [self._slots]
         if not self.why_no_rings:
             regions.append(_Region(device, share, GPU_RINGS.nbytes, uncached=True))
         told = meet("memory of GPUs", json.dumps([region.shared() for region in regions]).encode())
@@ -46,7 +47,7 @@ class NearMemory:
                 region.open(peer, *words)
         found = meet("memory of GPUs that is open", json.dumps([sorted(region.bases) for region in regions]).encode())
         seen = [json.loads(found[peer]) for peer in share.locals]
-        self.why_not, self._seen = slots.why_not, [places[0] for places in seen]
+        self.why_not, self._seen = self._slots.why_not, [places[0] for places in seen]
         blind = [peer for peer, places in zip(share.locals, seen, strict=True) if len(places[-1]) < ranks]
         if blind and not self.why_no_rings:
             self.why_no_rings = f"{spell_ranks(blind)} cannot open the memory of all other GPUs"

@@ -100,7 +100,7 @@ def by_copies(peer: int, nbytes: int) -> Carrier:
 
 class GpuPlanner:
     """Chooses for this rank, of what `planner` knows of the communicator. `windows` are those that all GPUs see, by
-    number; they come and go. `near`: where one library serves all ranks, and what is taken from it goes."""
+    number; they come and go. `near`: where one library serves all ranks."""
 
     def __init__(
         self,
@@ -135,8 +135,6 @@ class GpuPlanner:
 
     def _why_no_kernels(self) -> str:
         share = self._share
-        if self._islands.whole:
-            return "a library serves all ranks"
         if without := [rank for rank, gpu in enumerate(share.gpus) if not gpu.vendor]:
             return f"{spell_ranks(without)} without a GPU"
         if any(share.topology.far(self._rank, peer) for peer in range(self._size)):
@@ -209,8 +207,6 @@ class GpuPlanner:
         kind = call.collective
         if self._no_kernel:
             return self._no_kernel
-        if self._islands.whole and not self._why_alone(call):
-            return "a library serves all ranks"
         if (asked := self._planner.asked(kind)) is not None:
             return f"HETCOLL_ALGO asks for {asked}"
         if call.compress:
@@ -221,10 +217,14 @@ class GpuPlanner:
             return f"none does {kind.label}"
         if not 1 < self._size <= one_kernel.MOST_RANKS:
             return f"wanted 2 to {one_kernel.MOST_RANKS} ranks"
-        return "copies are faster" if call.nbytes else "there is nothing to move"
+        if not call.nbytes:
+            return "there is nothing to move"
+        by_library = self._islands.whole and not self._why_alone(call)
+        return f"{self._library} is faster" if by_library else "copies are faster"
 
     def _kernel(self, call: Call) -> str | None:
-        return one_kernel.choose(call.collective, call.nbytes, self._size, len(self._islands.islands))
+        islands, ordered = len(self._islands.islands), self._planner.ordered
+        return one_kernel.choose(call.collective, call.nbytes, self._size, islands, ordered=ordered)
 
     def _named(self, collective: Collective) -> bool:
         """Whether HETCOLL_ALGO takes it from the library that serves all ranks."""

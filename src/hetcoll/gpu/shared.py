@@ -78,8 +78,8 @@ class GpuShare:
         self._failed: dict[Pair, str] = {}
         parts = served(self.topology.islands, self.gpus)
         apart = all(gpu.vendor for gpu in self.gpus) and len(parts) > 1
-        near = near and len(parts) == 1 < len(self.gpus)
-        rooms, fast = [gpu.room for gpu in self.gpus], slot_bytes(self.topology, near=near)
+        whole = len(parts) == 1 < len(self.gpus)
+        rooms, fast = [gpu.room for gpu in self.gpus], slot_bytes(self.topology, near=near and whole)
         self.slot_bytes = slots_that_fit(self.topology, self.pinned, rooms, fast, kernels=apart)
         demand = Demand.of(self.topology, wiring.locals, kernels=apart)
         fit = demand.fit(min(rooms[rank] for rank in wiring.locals), self.slot_bytes, self.slot_bytes)
@@ -88,8 +88,8 @@ class GpuShare:
         self.proved: set[int] = set()
         """Ranks to which the way in use has carried known bytes."""
         self.lender: Lender | None = None
-        """What lends memory of GPUs to ranks of this host, where they are `near` and one library serves all."""
-        self.segment = self._segment(device, timeout, lends=near)
+        """What lends memory of GPUs to ranks of this host, where one library serves all."""
+        self.segment = self._segment(device, timeout, lends=whole)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
 

@@ -17,7 +17,9 @@ SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
 ONE_SHOT, MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to which each reduces all; of two or three
 MOST_MOVED = 1 << 20  # bytes that a rank of another collective reads, or writes
 MOST_ALONE = 3 << 20  # likewise of four and more, each of which is an island
-SMALL_NEAR, MOST_NEAR = 512 << 10, 16 << 20  # that a rank reads, or writes, inside an island: by words, by any kernel
+SMALL_NEAR = 512 << 10  # bytes that a rank reads inside an island up to which a kernel of words beats a library
+MOST_NEAR, MOST_CUT = 4 << 20, 2 << 20  # that it reads or writes, up to which any kernel does; where each has its part
+MOST_ORDERED = 16 << 20  # likewise where sums have the order of ranks: beats copies
 _WORDS = 8  # bytes, of the data of two
 _MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond ONE_SHOT
 BY_KERNEL = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER}) | CUT | FROM_ROOT | TO_ROOT
@@ -50,10 +52,11 @@ def way(collective: Collective, size: int, rank: int, root: int) -> Way:
     return Way(takes, rank in sources and takers != {rank}, collective in CUT)
 
 
-def choose(collective: Collective, nbytes: int, size: int, islands: int) -> str | None:
-    """Which kernel does it among `size` GPUs of so many islands; None where copies are faster, or none can.
+def choose(collective: Collective, nbytes: int, size: int, islands: int, *, ordered: bool = False) -> str | None:
+    """Which kernel does it among `size` GPUs of so many islands; None where copies or a library are faster, or none
+    can.
 
-    `nbytes` are those of all parts. In one island this is about what is taken from the library.
+    `nbytes` are those of all parts. `ordered`: sums have the order of ranks, so that no library has them.
     """
     if collective not in BY_KERNEL or nbytes == 0 or not 1 < size <= MOST_RANKS:
         return None
@@ -62,7 +65,8 @@ def choose(collective: Collective, nbytes: int, size: int, islands: int) -> str 
         return "oneshot"
     most = MOST_ALONE if islands == size > 3 else MOST_MOVED  # copies begin once for each peer in another island
     if islands == 1:
-        most = MOST_NEAR
+        in_order = ordered and collective in REDUCING
+        most = MOST_ORDERED if in_order else MOST_CUT if collective in CUT else MOST_NEAR
     elif collective is Collective.ALLREDUCE:
         most = _MOST_TWO_SHOT if two_shot(nbytes, size) else MOST_ONE_SHOT
     if max(max(moves(collective, nbytes, size, rank)[1:]) for rank in range(size)) > most:
