@@ -33,6 +33,7 @@ from patience import PATIENCE
 
 import hetcoll
 from hetcoll import UniqueId, lifetime
+from hetcoll.gpu import lent
 
 P = ParamSpec("P")
 Env = Mapping[str, str | tuple[str, ...]]
@@ -479,4 +480,5 @@ def _leave(job: Job, before: Resources | None) -> None:
         if time.monotonic() >= deadline:
             faulthandler.dump_traceback(all_threads=True)
             raise RankError(f"after close() there are still {left}")
+        lent.free_left()  # what other ranks had open when this one closed
         time.sleep(0.01)
