@@ -31,9 +31,9 @@ CLANGS = ("clang", "clang-21", "clang-20", "clang-19", "clang-18", "clang-17")
 FLAGS = "-x hip -std=c++17 -O3 -ffp-contract=off --cuda-device-only -nogpuinc -nogpulib -Wall -Wextra -Werror"
 AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}  # and the width of their wavefronts
 # Each kind of module, and of number. The others differ from them in a type.
-SOME = ("signals", "float8", "float8_e4m3fn", "float8_e5m2fnuz_exchange", "bfloat16", "float16_codecs", "float32",
-        "int64", "complex64", "bool_exchange", "float32_checks", "int64_checks")  # fmt: skip
-FEW = ("signals", "float8_e5m2fnuz_exchange", "bfloat16")
+SOME = ("signals", "float8", "float8_e4m3fn", "exchange_float8_e5m2fnuz_sum", "bfloat16", "float16_codecs", "float32",
+        "int64", "complex64", "exchange_bool_max", "float32_checks", "int64_checks")  # fmt: skip
+FEW = ("signals", "exchange_float8_e5m2fnuz_sum", "bfloat16")
 NVIDIA = ("sm_80", "sm_90")
 DEBIAN_HIP = Path("/usr/lib/x86_64-linux-gnu/libamdhip64.so.5")
 

@@ -1,7 +1,8 @@
 """The kernels of a GPU: which there are, their source, how they are compiled and where the results are kept.
 
-A module holds all kernels of one data type and is compiled when one of them is first asked for; ``signals`` holds the
-rest. What a compiler makes is kept on disk, under a name made from everything that it depends on.
+A module is compiled when one of its kernels is first asked for. It holds what is short of one data type; what takes a
+second is a module of its own (``exchange_<dtype>_<op>``). What a compiler makes is kept on disk, under a name made from
+everything that it depends on.
 
 Kernels (native signatures stand in ``*.h`` beside this file; counts are elements, 64 bits):
 

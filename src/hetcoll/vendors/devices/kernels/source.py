@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from ....errors import ArgumentError
 from ....types import FNUZ_OF, DType, Format, ReduceOp, supports
@@ -21,7 +22,6 @@ _WORDS = {
     8: "hetcoll::U64",
 }  # by bytes: what is copied at least
 TOKENS, PLACE_TOKENS, NUMBER_TOKENS, TELL_TOKENS = "tokens", "place_tokens", "number_tokens", "tell_tokens"
-_EXCHANGE, _CODECS, _CHECKS = "_exchange", "_codecs", "_checks"  # modules of their own, as few programs need them
 _CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _CODINGS = ("round", "encode", "decode", "add")
 _SIGNAL_KERNELS = ("bump", "await")
@@ -106,28 +106,50 @@ def reductions(dtype: DType) -> list[ReduceOp]:
     return [op for op in ReduceOp if op is not ReduceOp.AVG and supports(dtype, op)]
 
 
+class _Module(NamedTuple):
+    """The header of this folder that it is, the macros behind that, and the kernels that these make."""
+
+    header: str
+    macros: tuple[str, ...]
+    kernels: tuple[str, ...]
+
+
 @functools.cache
+def _modules() -> dict[str, _Module]:
+    conversions = tuple(f"HETCOLL_CONVERT({name}, {rest})" for name, rest in _conversions().items())
+    tokens = (name for dtype in _CODED for name in tokens_names(dtype))
+    table = {
+        SIGNALS: _Module("signals.h", (), _SIGNAL_KERNELS),
+        FLOAT8: _Module("float8.h", conversions, tuple(_conversions())),
+        MESSAGES: _Module("messages.h", (), (MESSAGES,)),
+        PIECES: _Module("pieces.h", (), (PIECES, PIECES_OF_TABLE)),
+        TOKENS: _Module("tokens.h", (), (PLACE_TOKENS, NUMBER_TOKENS, TELL_TOKENS, *tokens)),
+    }
+    for nbytes, word in _WORDS.items():
+        name = f"{GATHER}_{nbytes}"
+        table[name] = _Module("exchange.h", (f"HETCOLL_GATHER({nbytes}, {word})",), (name,))
+    for dtype in DType:
+        label, ops = dtype.label, reductions(dtype)
+        macros = [f"HETCOLL_{what}({label}, {op.label})" for op in ops for what in ("REDUCE", "ONESHOT")]
+        names = [name(dtype, op) for op in ops for name in (reduce_name, oneshot_name)]
+        if supports(dtype, ReduceOp.AVG):
+            macros.append(f"HETCOLL_SCALE({label})")
+            names.append(scale_name(dtype))
+        table[label] = _Module("oneshot.h", tuple(macros), tuple(names))
+        if dtype in _CODED:
+            macros = [f"HETCOLL_CODECS({label}, {form.label})" for form in _formats(dtype)]
+            names = [name for form in _formats(dtype) for name in codec_names(dtype, form)]
+            table[f"{label}_codecs"] = _Module("codecs.h", tuple(macros), tuple(names))
+        table[f"{label}_checks"] = _Module("checks.h", (f"HETCOLL_CHECKS({label})",), checks_names(dtype))
+        for op in ops:
+            name = exchange_name(dtype, op)
+            table[name] = _Module("exchange.h", (f"HETCOLL_EXCHANGE({label}, {op.label})",), (name,))
+    return table
+
+
 def modules() -> dict[str, tuple[str, ...]]:
     """The kernels of every module."""
-    table: dict[str, tuple[str, ...]] = {SIGNALS: _SIGNAL_KERNELS, FLOAT8: tuple(_conversions())}
-    table |= {
-        MESSAGES: (MESSAGES,),
-        PIECES: (PIECES, PIECES_OF_TABLE),
-        GATHER: tuple(f"{GATHER}_{nbytes}" for nbytes in _WORDS),
-    }
-    table[TOKENS] = (
-        PLACE_TOKENS, NUMBER_TOKENS, TELL_TOKENS, *(name for dtype in _CODED for name in tokens_names(dtype))
-    )  # fmt: skip
-    for dtype in DType:
-        names = [name(dtype, op) for op in reductions(dtype) for name in (reduce_name, oneshot_name)]
-        if supports(dtype, ReduceOp.AVG):
-            names.append(scale_name(dtype))
-        table[dtype.label] = tuple(names)
-        if dtype in _CODED:
-            table[dtype.label + _CODECS] = tuple(name for form in _formats(dtype) for name in codec_names(dtype, form))
-        table[dtype.label + _CHECKS] = checks_names(dtype)
-        table[dtype.label + _EXCHANGE] = tuple(exchange_name(dtype, op) for op in reductions(dtype))
-    return table
+    return {name: module.kernels for name, module in _modules().items()}
 
 
 @functools.cache
@@ -142,30 +164,9 @@ _DIRECTIVE = re.compile(r'^#(?:include "(.*)"|pragma once)\n', re.MULTILINE)
 
 def source(module: str) -> str:
     """One module's whole source: no compiler needs a path to our headers."""
-    if module in (SIGNALS, MESSAGES, PIECES, TOKENS):
-        return _expand(f"devices/kernels/{module}.h", set())
-    if module == FLOAT8:
-        lines = [_expand("devices/kernels/float8.h", set()), f'#line 1 "{module}"\n']
-        return "".join([*lines, *(f"HETCOLL_CONVERT({name}, {rest})\n" for name, rest in _conversions().items())])
-    if module == GATHER:
-        lines = [_expand("devices/kernels/exchange.h", set()), f'#line 1 "{module}"\n']
-        return "".join([*lines, *(f"HETCOLL_GATHER({nbytes}, {word})\n" for nbytes, word in _WORDS.items())])
-    dtype = DType[module.removesuffix(_EXCHANGE).removesuffix(_CODECS).removesuffix(_CHECKS).upper()]
-    if module.endswith(_CHECKS):
-        return _expand("devices/kernels/checks.h", set()) + f'#line 1 "{module}"\nHETCOLL_CHECKS({dtype.label})\n'
-    if module.endswith(_CODECS):
-        lines = [_expand("devices/kernels/codecs.h", set()), f'#line 1 "{module}"\n']
-        return "".join([*lines, *(f"HETCOLL_CODECS({dtype.label}, {form.label})\n" for form in _formats(dtype))])
-    if module.endswith(_EXCHANGE):
-        lines = [_expand("devices/kernels/exchange.h", set()), f'#line 1 "{module}"\n']
-        return "".join([*lines, *(f"HETCOLL_EXCHANGE({dtype.label}, {op.label})\n" for op in reductions(dtype))])
-    lines = [_expand("devices/kernels/oneshot.h", set()), f'#line 1 "{module}"\n']
-    lines += [
-        f"HETCOLL_REDUCE({module}, {op.label})\nHETCOLL_ONESHOT({module}, {op.label})\n" for op in reductions(dtype)
-    ]
-    if supports(dtype, ReduceOp.AVG):
-        lines.append(f"HETCOLL_SCALE({module})\n")
-    return "".join(lines)
+    header, macros, _ = _modules()[module]
+    text = _expand(f"devices/kernels/{header}", set())
+    return text + "".join([f'#line 1 "{module}"\n', *(f"{macro}\n" for macro in macros)] if macros else [])
 
 
 @functools.cache
