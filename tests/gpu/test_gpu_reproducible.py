@@ -61,7 +61,7 @@ def over(comm: hetcoll.Communicator) -> tuple[list[str], tuple[str, ...]]:
     sums(comm, [*DTYPES, "float16"], COUNTS)
     with unittest.mock.patch.multiple(one_kernel, MOST_ORDERED=0, SMALL_NEAR=0):
         sums(comm, DTYPES, [300_001])
-    told = [comm.explain("allreduce", nbytes) for nbytes in (64 << 10, 1 << 20, 1 << 25)]
+    told = [comm.explain("allreduce", nbytes) for nbytes in (64 << 10, 1 << 21, 1 << 25)]
     return [each.gpus for each in told], told[0].paths
 
 
