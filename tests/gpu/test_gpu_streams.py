@@ -108,7 +108,7 @@ def loading_behind_messages(comm: hetcoll.Communicator) -> str:
 def test_who_loads_kernels_behind_messages_says_so(gpus: Any, tmp_path: Path) -> None:
     env = {"HETCOLL_CACHE": str(tmp_path / "kernels"), "HETCOLL_TIMEOUT": "3"}  # empty, so nothing can be loaded ahead
     said = gpus(2, env=env, strict=1).run(loading_behind_messages)
-    assert all("kernels of int32" in text and "messages before it" in text for text in said)
+    assert all("kernels of exchange_int32_sum" in text and "messages before it" in text for text in said)
 
 
 def messages_alone(comm: hetcoll.Communicator) -> None:
