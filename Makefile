@@ -22,6 +22,7 @@ SANITIZERS := address,undefined thread
 NATIVE_TESTS := hetcoll_engine_test hetcoll_verbs_test
 # The kernels' own test has one thread, and nothing for TSan.
 tests_under = $(NATIVE_TESTS) $(if $(filter thread,$(1)),,hetcoll_kernels_test)
+parts_under = $(foreach test,$(NATIVE_TESTS),$(test)@1:2 $(test)@2:2) $(filter-out $(NATIVE_TESTS),$(call tests_under,$(1)))
 
 CPUS := $(shell nproc 2>/dev/null || echo 2)
 LANES ?= $(shell n=$(CPUS); echo $$((n < 4 ? n + 4 : 8)))
@@ -132,10 +133,10 @@ types: $(VENV)/installed $(VENV)/test $(VENV)/dev
 site: $(VENV)/installed $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# These tests mostly wait: they run beside each other. TSan notes what `send` reads after the call, when an answer may have
+# These tests mostly wait: they run beside each other, those of the engine and of verbs in parts. TSan notes what `send` reads after the call, when an answer may have
 # come and been written there: it must not note that. A signal is what GCC's UBSan says: see native/CMakeLists.txt.
 sanitize: sanitizers
-	+$(MAKE) -j --output-sync=target $(foreach each,$(SANITIZERS),$(patsubst %,sanitize-run-$(each)@%,$(call tests_under,$(each))))
+	+$(MAKE) -j --output-sync=target $(foreach each,$(SANITIZERS),$(patsubst %,sanitize-run-$(each)@%,$(call parts_under,$(each))))
 
 sanitizers: $(SANITIZERS:%=sanitize-build-%)
 
@@ -146,7 +147,7 @@ sanitize-build-%: $(VENV)/dev
 
 sanitize-run-%:
 	ASAN_OPTIONS=handle_sigill=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:intercept_send=0 \
-	  "$$(find build/$(firstword $(subst @, ,$*)) -type f -name $(lastword $(subst @, ,$*)) -perm -u+x)"
+	  "$$(find build/$(firstword $(subst @, ,$*)) -type f -name $(word 2,$(subst @, ,$*)) -perm -u+x)" $(subst :,/,$(word 3,$(subst @, ,$*)))
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/peers.py $(BENCH)

@@ -310,14 +310,22 @@ void Allreduce(Job& job, Algorithm algorithm, DType dtype, std::size_t count, co
 
 // TSan, under which all takes ten times as long, sees nothing where there is one
 // thread.
-int Play(std::span<const Scenario> scenarios, std::string_view prefix) {
+int Play(std::span<const Scenario> scenarios, std::string_view which) {
 #ifdef __SANITIZE_THREAD__
   constexpr bool kOnlyThreads = true;
 #else
   constexpr bool kOnlyThreads = false;
 #endif
-  for (const Scenario& scenario : scenarios) {
-    if (!std::string_view(scenario.name).starts_with(prefix) || (kOnlyThreads && scenario.alone)) continue;
+  std::size_t first = 1, parts = 1;
+  if (const std::size_t slash = which.find('/'); slash != which.npos) {
+    first = std::strtoul(which.data(), nullptr, 10);
+    parts = std::strtoul(which.data() + slash + 1, nullptr, 10);
+    which = {};
+  }
+  for (std::size_t i = 0; i < scenarios.size(); ++i) {
+    const Scenario& scenario = scenarios[i];
+    if (i % parts != first % parts || !std::string_view(scenario.name).starts_with(which)) continue;
+    if (kOnlyThreads && scenario.alone) continue;
     const std::int64_t start = NowNs();
     const double before = ProcessorSeconds();
     scenario.run();

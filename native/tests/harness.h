@@ -213,7 +213,8 @@ struct Scenario {
 };
 inline constexpr bool kAlone = true;
 
-// Runs those whose names begin so, and says how they went: what the program's exit code is.
-int Play(std::span<const Scenario> scenarios, std::string_view prefix);
+// Runs those whose names begin so, or of "2/3" every third from the second on, and says how they went: what the
+// program's exit code is.
+int Play(std::span<const Scenario> scenarios, std::string_view which);
 
 }  // namespace hetcoll::testing

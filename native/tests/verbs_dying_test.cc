@@ -35,10 +35,8 @@ void Dying() {
         const auto lost = [&](int rank) { return Counter(job.engine(rank), "lost_rails"); };
         // Which rail carries how much is a matter of their pace: a device may get its fatal request only now.
         const std::uint64_t dead = static_cast<std::uint64_t>(std::max(1, rails - 1));
-        for (const std::int64_t start = NowNs(); lost(0) < dead && Seconds(start) < kPatience;) {
-          Rounds(job, 1, count, what);
-        }
-        CHECK(lost(0) >= dead, "%s: %d", what.c_str(), int(lost(0)));
+        const auto gone = [&] { return lost(0) >= dead; };
+        CHECK(RoundsUntil(job, count, what, gone), "%s: %d", what.c_str(), int(lost(0)));
         CHECK(Within(kPatience, [&] { return lost(0) == lost(1); }), "%s: both know", what.c_str());
         const std::uint64_t over_tcp = Counter(job.engine(0), "links_over_tcp");
         CHECK(rails == 1 ? over_tcp > 0 : over_tcp == 0, "%s: %s", what.c_str(), Links(job.engine(0)).c_str());

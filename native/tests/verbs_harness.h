@@ -67,6 +67,16 @@ inline void Rounds(Job& job, int rounds, std::size_t count, const std::string& w
   });
 }
 
+// Rounds until something is so that takes its time, with rests between them: calls without a rest would take all
+// processors from the threads that it waits for. False where it does not come.
+template <class Condition>
+bool RoundsUntil(Job& job, std::size_t count, const std::string& what, Condition&& condition) {
+  return Within(kPatience, [&] {
+    if (!condition()) Rounds(job, 1, count, what);
+    return condition();
+  });
+}
+
 inline constexpr std::int64_t kSoonNs = 1'000'000;
 
 inline void Repair(FakeNic& nic) {
@@ -80,10 +90,7 @@ inline void Repair(FakeNic& nic) {
 inline void LoseARail(Job& job, int bad, const std::string& what) {
   const std::uint64_t lost = Counter(job.engine(0), "lost_rails");
   job.fabric().Change(bad, [&](FakeNic& nic) { nic.down_from = nic.bytes + 30000; });
-  for (const std::int64_t start = NowNs();
-       Counter(job.engine(0), "lost_rails") == lost && Seconds(start) < kPatience;) {
-    Rounds(job, 1, 20011, what);
-  }
+  RoundsUntil(job, 20011, what, [&] { return Counter(job.engine(0), "lost_rails") != lost; });
   job.fabric().Change(bad, Repair);
 }
 
@@ -92,8 +99,8 @@ inline void RoundsUntilRecovered(Job& job, std::uint64_t times, std::size_t coun
   const auto all = [&] {
     return Counter(job.engine(0), "recovered_rails") >= times && Counter(job.engine(1), "recovered_rails") >= times;
   };
-  for (const std::int64_t start = NowNs(); !all() && Seconds(start) < kPatience;) Rounds(job, 1, count, what);
-  CHECK(all(), "%s: %s %s", what.c_str(), Links(job.engine(0)).c_str(), Links(job.engine(1)).c_str());
+  CHECK(RoundsUntil(job, count, what, all), "%s: %s %s", what.c_str(), Links(job.engine(0)).c_str(),
+        Links(job.engine(1)).c_str());
 }
 
 // Memory that all NICs of a rank know, as Python registers it; or (`device`) a device's, as a dma-buf.

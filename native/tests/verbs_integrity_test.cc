@@ -39,9 +39,7 @@ void SpoiledFrames() {
           nic.corrupt_after = turn / 2;
           nic.corrupt_byte = std::size_t{turn / 2 % 3 == 0 ? 0u : turn / 2 % 3 == 1 ? 1u << 20 : 30u};
         });
-        for (const std::int64_t start = NowNs(); CountedBy(job).spoiled == 0 && Seconds(start) < kPatience;) {
-          Rounds(job, 1, count, what);
-        }
+        RoundsUntil(job, count, what, [&] { return CountedBy(job).spoiled > 0; });
         Rounds(job, 2, count, what);
         const Counted counted = CountedBy(job);
         CHECK(counted.spoiled == 1 && counted.resent == 1, "%s: %zu were spoiled, %zu came again", what.c_str(),

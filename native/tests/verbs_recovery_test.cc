@@ -36,10 +36,8 @@ void Recovering() {
         RoundsUntilRecovered(job, want, 20011, what);
       }
       before = job.fabric().bytes(bad);
-      for (const std::int64_t start = NowNs(); job.fabric().bytes(bad) == before && Seconds(start) < kPatience;) {
-        Rounds(job, 1, 20011, what);
-      }
-      CHECK(job.fabric().bytes(bad) > before, "%s: it carries something", what.c_str());
+      const auto carries = [&] { return job.fabric().bytes(bad) > before; };
+      CHECK(RoundsUntil(job, 20011, what, carries), "%s: it carries something", what.c_str());
     }
     CHECK(Counter(job.engine(0), "links_over_tcp") == 0, "%s", Links(job.engine(0)).c_str());
     const std::string told = Events(job.engine(0));
@@ -117,18 +115,15 @@ void Returning() {
           for (int k = 0; k < rails; ++k) job.fabric().Change(turn % 2 * rails + k, change);  // at either end
         };
         all([](FakeNic& nic) { nic.down_from = nic.bytes + 30000; });
-        for (const std::int64_t start = NowNs();
-             Counter(job.engine(0), "tcp_bytes") < tcp + 100'000 && Seconds(start) < kPatience;) {
-          Rounds(job, 1, 20011, what);
-        }
-        CHECK(Counter(job.engine(0), "tcp_bytes") >= tcp + 100'000, "%s: %s", what.c_str(), tell().c_str());
+        const auto over_tcp = [&] { return Counter(job.engine(0), "tcp_bytes") >= tcp + 100'000; };
+        CHECK(RoundsUntil(job, 20011, what, over_tcp), "%s: %s", what.c_str(), tell().c_str());
         CHECK(Counter(job.engine(0), "links_over_tcp") > 0, "%s: %s", what.c_str(), tell().c_str());
         all(Repair);
         const auto back = [&] { return tell().find("\"down\"") == std::string::npos; };
         if (turn >= 2) {
           CHECK(Within(kPatience, back), "%s: %s", what.c_str(), tell().c_str());
         }
-        for (const std::int64_t start = NowNs(); !back() && Seconds(start) < kPatience;) Rounds(job, 3, 20011, what);
+        RoundsUntil(job, 20011, what, back);
         CHECK(back() && Counter(job.engine(0), "links_over_tcp") == 0, "%s: %s", what.c_str(), tell().c_str());
         const std::uint64_t before = Counter(job.engine(0), "tcp_bytes");
         const std::uint64_t carried = Counter(job.engine(0), "bytes");
@@ -237,12 +232,10 @@ void RecoveringInVain() {
           SleepMs(1);
         }
       });
-      bool told = false;
-      for (const std::int64_t start = NowNs(); !told && Seconds(start) < kPatience;) {
-        Rounds(job, 1, 20011, what);
-        told = tell().find(c.why) != std::string::npos && Counter(job.engine(0), "rail_tries") > 1;
-      }
-      CHECK(told, "%s: %s", what.c_str(), tell().c_str());
+      const auto told = [&] {
+        return tell().find(c.why) != std::string::npos && Counter(job.engine(0), "rail_tries") > 1;
+      };
+      CHECK(RoundsUntil(job, 20011, what, told), "%s: %s", what.c_str(), tell().c_str());
       mended = true;
       spoiler.join();
       job.fabric().Change(bad, Repair);
@@ -263,8 +256,7 @@ void TryingForEver() {
   const auto tries = [&] { return Counter(job.engine(0), "rail_tries"); };
   const auto lost = [&] { return Counter(job.engine(0), "lost_rails"); };
   const auto often = [&] { return lost() > 0 && tries() > 15 * lost(); };
-  for (const std::int64_t start = NowNs(); !often() && Seconds(start) < kPatience;) Rounds(job, 1, 20011, "in vain");
-  CHECK(often(), "%d tries", int(tries()));
+  CHECK(RoundsUntil(job, 20011, "in vain", often), "%d tries", int(tries()));
   job.fabric().Change(1, Repair);
   RoundsUntilRecovered(job, lost(), 20011, "after so many tries");
 }
@@ -285,10 +277,8 @@ void LateRails() {
     job.fabric().Change(bad, Repair);
     RoundsUntilRecovered(job, 1, 20011, "a rail that came late");
     const std::uint64_t before = job.fabric().bytes(bad);
-    for (const std::int64_t start = NowNs(); job.fabric().bytes(bad) == before && Seconds(start) < kPatience;) {
-      Rounds(job, 1, 20011, "with it");
-    }
-    CHECK(job.fabric().bytes(bad) > before, "it carries something");
+    const auto carries = [&] { return job.fabric().bytes(bad) > before; };
+    CHECK(RoundsUntil(job, 20011, "with it", carries), "it carries something");
   }
 }
 

@@ -243,7 +243,7 @@ void BothPutWhileCablesAreCut() {
             n.fail_delivered = random() % 2 == 0;
           });
         }
-        for (const std::int64_t start = NowNs(); Seconds(start) < 0.05 && !over;) std::this_thread::yield();
+        for (const std::int64_t start = NowNs(); Seconds(start) < 0.05 && !over;) Nap();
         for (int n = 0; n < 4; ++n) both.job().fabric().Change(n, Repair);
       }
       over = true;
