@@ -334,7 +334,7 @@ def all_to_alls(comm: hetcoll.Communicator, log: str) -> list[int]:
             mine = DeviceArray.of(device, np.concatenate([part + begin * (10 * rank + r) for r in range(size)]))
             got = mine if inplace else DeviceArray(device, size * count, "int32")
             before = calls()
-            with unittest.mock.patch.object(one_kernel, "MOST_CUT", 0):
+            with unittest.mock.patch.object(one_kernel, "MOST_NEAR", 0):
                 comm.alltoall(mine.buffer(), got.buffer())
             found.append(calls() - before)
             assert (got.get() == np.concatenate([part + begin * (10 * r + rank) for r in range(size)])).all()

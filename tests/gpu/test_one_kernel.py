@@ -89,7 +89,7 @@ def test_every_type_that_a_root_reduces(gpus: Launch) -> None:
 
 # All ways in any order.
 
-LIMITS = ("MOST_MOVED", "MOST_ALONE", "MOST_ONE_SHOT", "MOST_NEAR", "MOST_CUT")
+LIMITS = ("MOST_MOVED", "MOST_ALONE", "MOST_ONE_SHOT", "MOST_NEAR")
 
 
 def in_a_row(comm: hetcoll.Communicator, cases: list[Case], often: float) -> None:

@@ -70,7 +70,7 @@ class OneKernel:
         takes, gives, cut = one_kernel.way(call.collective, size, self._rank, call.root)
         two_shot = call.collective is Collective.ALLREDUCE and one_kernel.two_shot(call.nbytes, size)
         each = call.nbytes if call.collective in WHOLE else call.nbytes // size
-        most = RING_SLOT_BYTES // (size if cut else 1) // _PACK * _PACK
+        most = RING_SLOT_BYTES // (size - 1 if cut else 1) // _PACK * _PACK
         chunk = min(most, max(_LEAST_CHUNK, -(-each // (ring.blocks * _PACK)) * _PACK))
         reduces = call.collective in REDUCING
         name = exchange_name(call.dtype, call.op) if reduces else gather_name(call.dtype)

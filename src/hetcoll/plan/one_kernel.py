@@ -18,7 +18,7 @@ ONE_SHOT, MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to whic
 MOST_MOVED = 1 << 20  # bytes that a rank of another collective reads, or writes
 MOST_ALONE = 3 << 20  # likewise of four and more, each of which is an island
 SMALL_NEAR = 1 << 20  # bytes that a rank reads inside an island up to which a kernel of words beats a library
-MOST_NEAR, MOST_CUT = 4 << 20, 2 << 20  # that it reads or writes, up to which any kernel does; where each has its part
+MOST_NEAR = 4 << 20  # that it reads or writes, up to which any kernel does
 MOST_ORDERED = 16 << 20  # likewise where sums have the order of ranks: beats copies
 _WORDS = 8  # bytes, of the data of two
 _MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond ONE_SHOT
@@ -65,8 +65,7 @@ def choose(collective: Collective, nbytes: int, size: int, islands: int, *, orde
         return "oneshot"
     most = MOST_ALONE if islands == size > 3 else MOST_MOVED  # copies begin once for each peer in another island
     if islands == 1:
-        in_order = ordered and collective in REDUCING
-        most = MOST_ORDERED if in_order else MOST_CUT if collective in CUT else MOST_NEAR
+        most = MOST_ORDERED if ordered and collective in REDUCING else MOST_NEAR
     elif collective is Collective.ALLREDUCE:
         most = _MOST_TWO_SHOT if two_shot(nbytes, size) else MOST_ONE_SHOT
     if max(max(moves(collective, nbytes, size, rank)[1:]) for rank in range(size)) > most:

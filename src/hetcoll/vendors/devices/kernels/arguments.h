@@ -38,7 +38,7 @@ struct Exchange {
   unsigned divisor;
   unsigned slots;        // at least 4
   unsigned slot_bytes;   // from one slot to the next
-  unsigned chunk_bytes;  // at most slot_bytes, where src is cut by rank size-th of it; of the size of the message alone
+  unsigned chunk_bytes;  // those of all peers, where src is cut by rank, fit a slot; of the size of the message alone
   unsigned short first, sources;  // this rank takes the data of so many ranks from `first` on, perhaps its own
   unsigned char gives;            // whether a peer takes this rank's
   unsigned char cut;              // whether src has a part for each rank, and not one for all

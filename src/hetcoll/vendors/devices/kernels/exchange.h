@@ -7,7 +7,7 @@
 // The words are numbers of the block's messages, which go on from call to call.
 //
 // A message is a chunk of the data. What a rank takes it reduces, or puts side by side; where src is cut by rank
-// (reduce-scatter, all-to-all, scatter), a message has a chunk for each rank, who takes its own. Of two shots a rank
+// (reduce-scatter, all-to-all, scatter), a message has a chunk for each peer, who takes its own. Of two shots a rank
 // reduces its part of a chunk, and its next message is the result: with n ranks of N bytes it reads 2 (n - 1) N / n,
 // where one shot reads (n - 1) N.
 //
@@ -116,33 +116,31 @@ HETCOLL_DEVICE void Put(const Exchange& x, U64 number, const Chunk& chunk, unsig
   }
 }
 
-// Where src is cut by rank: which element of it begins what this rank keeps, and where in a message that lies.
-struct Cut {
-  U64 own;
-  unsigned part;
-};
-
-HETCOLL_DEVICE Cut CutOf(const Exchange& x) {
-  return x.cut ? Cut{x.rank * x.count, x.rank * x.chunk_bytes} : Cut{0, 0};
+// Where src is cut by rank: the element of it that begins what this rank keeps, and where in a message of `owner`,
+// which has a chunk for each of its peers, this rank's lies.
+HETCOLL_DEVICE U64 OwnPart(const Exchange& x) { return x.cut ? x.rank * x.count : 0; }
+HETCOLL_DEVICE const char* PartFrom(const Exchange& x, int owner, U64 number) {
+  const unsigned part = x.cut ? static_cast<unsigned>(x.rank - (x.rank > owner)) * x.chunk_bytes : 0;
+  return Slot(x, owner, number) + part;
 }
 
 // A chunk for each peer into a message.
 template <class T>
 HETCOLL_DEVICE void PutParts(const Exchange& x, U64 number, const Chunk& chunk) {
-  for (unsigned at = ThreadInBlock(); at < chunk.packs * static_cast<unsigned>(x.size); at += BlockSize()) {
-    const unsigned peer = at / chunk.packs, i = at % chunk.packs;
-    if (static_cast<int>(peer) == x.rank) continue;
-    const U64 first = peer * x.count;
-    Store<kPack>(Slot(x, x.rank, number) + U64{peer} * x.chunk_bytes + U64{i} * kPack,
+  const unsigned packs = chunk.packs * static_cast<unsigned>(x.size - 1);
+  for (unsigned at = ThreadInBlock(); at < packs; at += BlockSize()) {
+    const unsigned part = at / chunk.packs, i = at % chunk.packs;
+    const U64 first = (part + (static_cast<int>(part) >= x.rank)) * x.count;
+    Store<kPack>(Slot(x, x.rank, number) + U64{part} * x.chunk_bytes + U64{i} * kPack,
                  ReadPack<T>(x.src, first + chunk.begin, first + chunk.end, i));
   }
 }
 
 // The packs [from, to) of all ranks into dst, from the peers' messages, and into message `result`, unless it is 0.
 template <class Type, class Op>
-HETCOLL_DEVICE void Combine(const Exchange& x, U64 number, const Chunk& chunk, const Cut& cut, unsigned from,
-                            unsigned to, U64 result) {
+HETCOLL_DEVICE void Combine(const Exchange& x, U64 number, const Chunk& chunk, unsigned from, unsigned to, U64 result) {
   using T = typename Type::Storage;
+  const U64 own = OwnPart(x);
   constexpr unsigned kElements = Pack<T>::kElements, kDeep = kElements > 8 ? 1 : kElements == 8 ? 2 : 4;
   for (unsigned first = from + ThreadInBlock(); first < to; first += kDeep * BlockSize()) {
     typename Type::Value total[kDeep][kElements] = {};
@@ -152,8 +150,8 @@ HETCOLL_DEVICE void Combine(const Exchange& x, U64 number, const Chunk& chunk, c
       for (unsigned d = 0; d < kDeep; ++d) {
         const unsigned i = first + d * BlockSize();
         if (i >= to) continue;
-        pack[d] = rank == x.rank ? ReadPack<T>(x.src, cut.own + chunk.begin, cut.own + chunk.end, i)
-                                 : LoadPeers<T>(Slot(x, rank, number) + cut.part + U64{i} * kPack);
+        pack[d] = rank == x.rank ? ReadPack<T>(x.src, own + chunk.begin, own + chunk.end, i)
+                                 : LoadPeers<T>(PartFrom(x, rank, number) + U64{i} * kPack);
       }
       HETCOLL_UNROLL
       for (unsigned d = 0; d < kDeep; ++d) {
@@ -207,8 +205,9 @@ HETCOLL_DEVICE void Collect(const Exchange& x, U64 result, const Chunk& chunk) {
 
 // A chunk of every source into its place in dst, from the peers' messages.
 template <class T>
-HETCOLL_DEVICE void Gather(const Exchange& x, U64 number, const Chunk& chunk, const Cut& cut) {
+HETCOLL_DEVICE void Gather(const Exchange& x, U64 number, const Chunk& chunk) {
   constexpr unsigned kDeep = 4;
+  const U64 own = OwnPart(x);
   const unsigned packs = chunk.packs * x.sources;
   for (unsigned first = ThreadInBlock(); first < packs; first += kDeep * BlockSize()) {
     Pack<T> pack[kDeep];
@@ -217,8 +216,8 @@ HETCOLL_DEVICE void Gather(const Exchange& x, U64 number, const Chunk& chunk, co
       const unsigned at = first + d * BlockSize(), i = at % chunk.packs;
       if (at >= packs) continue;
       const int rank = x.first + static_cast<int>(at / chunk.packs);
-      pack[d] = rank == x.rank ? ReadPack<T>(x.src, cut.own + chunk.begin, cut.own + chunk.end, i)
-                               : LoadPeers<T>(Slot(x, rank, number) + cut.part + U64{i} * kPack);
+      pack[d] = rank == x.rank ? ReadPack<T>(x.src, own + chunk.begin, own + chunk.end, i)
+                               : LoadPeers<T>(PartFrom(x, rank, number) + U64{i} * kPack);
     }
     HETCOLL_UNROLL
     for (unsigned d = 0; d < kDeep; ++d) {
@@ -270,7 +269,7 @@ HETCOLL_DEVICE bool TwoShot(const Exchange& x, const Share& share, U64 before) {
       if (!AwaitReady(x, number) || !AwaitEmpty(x, result)) return false;
       const Chunk chunk = ChunkAt<T>(x, share, t);
       const unsigned from = PartOf(chunk, x.rank, x.size), to = PartOf(chunk, x.rank + 1, x.size);
-      Combine<Type, Op>(x, number, chunk, Cut{0, 0}, from, to, result);
+      Combine<Type, Op>(x, number, chunk, from, to, result);
       Publish(x, result);
       GiveBack(x, number);
     }
@@ -298,18 +297,15 @@ HETCOLL_DEVICE void ExchangeAll(const Exchange& x) {
   using T = typename Type::Storage;
   DoShare<T>(x, [&](const Share& share, U64 before) {
     if (x.two_shot) return TwoShot<Type, Op>(x, share, before);
-    const Cut cut = CutOf(x);
-    return Pass<T>(x, share, before, [&](U64 number, const Chunk& chunk) {
-      Combine<Type, Op>(x, number, chunk, cut, 0, chunk.packs, 0);
-    });
+    return Pass<T>(x, share, before,
+                   [&](U64 number, const Chunk& chunk) { Combine<Type, Op>(x, number, chunk, 0, chunk.packs, 0); });
   });
 }
 
 template <class T>
 HETCOLL_DEVICE void GatherAll(const Exchange& x) {
   DoShare<T>(x, [&](const Share& share, U64 before) {
-    const Cut cut = CutOf(x);
-    return Pass<T>(x, share, before, [&](U64 number, const Chunk& chunk) { Gather<T>(x, number, chunk, cut); });
+    return Pass<T>(x, share, before, [&](U64 number, const Chunk& chunk) { Gather<T>(x, number, chunk); });
   });
 }
 
