@@ -13,7 +13,7 @@ void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send,
   } else if (kernel_stream_ != user) {
     driver_->WaitEvent(kernel_.get(), user);
   }
-  kernel_arguments_ = shape.arguments;
+  kernel_arguments_ = capturing ? shape.captured : shape.arguments;
   std::memcpy(kernel_arguments_.data(), &recv, sizeof recv);
   std::memcpy(kernel_arguments_.data() + sizeof recv, &send, sizeof send);
   void* params[] = {kernel_arguments_.data()};

@@ -262,6 +262,7 @@ struct DeviceShape {
 struct KernelShape {
   DeviceFunction function;
   std::vector<std::byte> arguments;
+  std::vector<std::byte> captured;  // those of captured calls: as long
   unsigned blocks;
   unsigned threads;
 };

@@ -167,8 +167,8 @@ inline void BindDevices(nb::module_& m) {
            "recvs"_a = std::vector<std::size_t>(), "kernels"_a = std::vector<MessagesArgs>())
       .def_static("bind_pulls", &PyDeviceQueue::BindPulls, nb::kw_only(), "readers"_a, "pulls"_a, "own"_a.none(),
                   "aside"_a)
-      .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
-                  "threads"_a)
+      .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "captured"_a,
+                  "blocks"_a, "threads"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)
       .def("idle", &PyDeviceQueue::Idle)
       .def("passed", &PyDeviceQueue::Passed)

@@ -169,12 +169,15 @@ class PyDeviceQueue {
     queue_.EnqueueGroup(*shape, buffers, signatures, As<DeviceStream>(stream), join, capturing);
   }
 
-  static std::shared_ptr<KernelShape> BindKernel(Address function, const nb::bytes& arguments, unsigned blocks,
-                                                 unsigned threads) {
-    const auto* bytes = reinterpret_cast<const std::byte*>(arguments.c_str());
-    if (arguments.size() < 2 * sizeof(void*)) throw PlanError("a kernel's arguments begin with its two buffers");
+  static std::shared_ptr<KernelShape> BindKernel(Address function, const nb::bytes& arguments,
+                                                 const nb::bytes& captured, unsigned blocks, unsigned threads) {
+    const auto copy = [](const nb::bytes& from) {
+      const auto* bytes = reinterpret_cast<const std::byte*>(from.c_str());
+      if (from.size() < 2 * sizeof(void*)) throw PlanError("a kernel's arguments begin with its two buffers");
+      return std::vector<std::byte>(bytes, bytes + from.size());
+    };
     return std::make_shared<KernelShape>(
-        KernelShape{As<DeviceFunction>(function), {bytes, bytes + arguments.size()}, blocks, threads});
+        KernelShape{As<DeviceFunction>(function), copy(arguments), copy(captured), blocks, threads});
   }
 
   void RunKernel(const std::shared_ptr<KernelShape>& shape, Address send, Address recv, Address stream,

@@ -62,7 +62,9 @@ class RankOfRings:
         device: Any = types.SimpleNamespace(kernels=lambda: kernels)
         share: Any = types.SimpleNamespace(segment=rings.segment, here=rank)
         queue: Any = types.SimpleNamespace(bind_kernel=dict)
-        self._kernel = OneKernel(queue, device, share, rings.rings, rings.states[rank], rank, rings.size, ordered=False)
+        self._kernel = OneKernel(
+            queue, device, share, [rings.rings], rings.states[rank], rank, rings.size, ordered=False
+        )
 
     def __getattr__(self, name: str) -> Callable[..., hetcoll.Work]:
         def call(*args: Any, async_op: bool) -> hetcoll.Work:

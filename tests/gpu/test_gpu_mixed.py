@@ -312,7 +312,9 @@ ALONE, PIECES = "not by a library: none serves two ranks", "in pieces of up to 1
         ("a message for each pair, by NCCL", " to rank 1, by one kernel to ranks 2-3"),
     ]),
     ("aa", [
-        *[("one call of RCCL", "(the only one; not by one kernel: a library")] * 3, ("one call of RCCL", "serves all"),
+        *[("oneshot, one kernel a rank (before one call of RCCL", "")] * 2,
+        ("one call of RCCL", "(the only one; not by one kernel: RCCL"),
+        ("gather, one kernel a rank (before one call of RCCL", ""),
         *[("a message for each pair, by RCCL", "")] * 2,
     ]),
 ], first=2)  # fmt: skip

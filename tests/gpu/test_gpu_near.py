@@ -15,6 +15,7 @@ from typing import Any
 import fakes
 import numpy as np
 import pytest
+from device_checks import Capture
 from gpu_calls import OTHERS, SOME, cases_of, check, device_of_rank, every_reduction, overlap, run_on_gpu
 from gpu_kinds import VENDOR, start
 from ranks import Ranks
@@ -151,12 +152,12 @@ def test_what_cannot_be_had_is_said_on_the_line_of_the_call() -> None:
 def without_rings(comm: hetcoll.Communicator, blank: bool) -> tuple[str, str]:
     """Ranks but the first see their own rings in the place of others', or some where nothing comes."""
 
-    def at(self: NearMemory) -> Rings:
+    def at(self: NearMemory) -> tuple[Rings, Rings]:
         mine = self._rings[comm.rank]
         others = DeviceArray.of(device_of_rank(comm.rank), np.zeros(GPU_RINGS.nbytes, np.uint8)) if blank else None
         kept.append(others)
         seen = [mine if others is None or place == comm.rank else others.ptr for place in range(comm.size)]
-        return Rings(GPU_RINGS, seen)
+        return Rings(GPU_RINGS, seen), Rings(GPU_RINGS, seen)
 
     kept: list[DeviceArray | None] = []
     wrong = unittest.mock.patch.object(NearMemory, "rings", property(at)) if comm.rank else contextlib.nullcontext()
@@ -164,6 +165,37 @@ def without_rings(comm: hetcoll.Communicator, blank: bool) -> tuple[str, str]:
         run_on_gpu(comm, [Case("allreduce", count=9)])
     run_on_gpu(comm, [Case("allreduce", count=count) for count in (1009, 70_001)])
     return comm.explain("allreduce", 4).gpus, comm.explain("allgather", 1 << 16).gpus
+
+
+def replay_beside_others(comm: hetcoll.Communicator) -> None:
+    """Replays on one stream and calls on another, none of which waits for the other's."""
+    device, size, rank = device_of_rank(comm.rank), comm.size, comm.rank
+    device.activate()
+    streams, counts, turns = [device.stream(), device.stream()], (9, 5003, 300_001), 14
+    outside, inside = ([DeviceArray.of(device, np.full(n, 1 + rank, np.float32)) for n in counts] for _ in range(2))
+    sums = [DeviceArray(device, n) for n in counts]
+    comm.allreduce(outside[0].buffer(), sums[0].buffer(), stream=streams[0])
+    with Capture(device, streams[1]) as captured:
+        for array in inside:
+            comm.allreduce(array.buffer(), op="max", stream=streams[1])
+            comm.allreduce(array.buffer(), stream=streams[1])
+    for _ in range(turns):
+        captured.replay(streams[1])
+        for array, result in zip(outside, sums, strict=True):
+            comm.allreduce(array.buffer(), result.buffer(), stream=streams[0])
+    for stream in streams:
+        device.synchronize(stream)
+    for array, result in zip(inside, sums, strict=True):
+        assert (result.get() == size * (size + 1) / 2).all()
+        assert (array.get() == float(size) ** (turns + 1)).all()
+    captured.close()
+    for stream in streams:
+        device.destroy_stream(stream)
+
+
+@parametrize("kinds", ["nn", "aaa"], first=1)
+def test_replays_and_other_calls_at_the_same_time(whole: Any, kinds: str) -> None:
+    whole(kinds).run(replay_beside_others, timeout=200)
 
 
 @pytest.mark.fakes

@@ -59,7 +59,7 @@ def test_gpus_give_the_bits_of_cpus(gpus: str, env: dict[str, Any]) -> None:
 
 def over(comm: hetcoll.Communicator) -> tuple[list[str], tuple[str, ...]]:
     sums(comm, [*DTYPES, "float16"], COUNTS)
-    with unittest.mock.patch.multiple(one_kernel, MOST_ORDERED=0, SMALL_NEAR=0):
+    with unittest.mock.patch.multiple(one_kernel, MOST_ALONE_NEAR=0, SMALL_NEAR=0):
         sums(comm, DTYPES, [300_001])
     told = [comm.explain("allreduce", nbytes) for nbytes in (64 << 10, 1 << 21, 1 << 25)]
     return [each.gpus for each in told], told[0].paths

@@ -123,7 +123,7 @@ class GpuExecutor:
             place = (wiring.rank, wiring.size)
             self.pulls = Pulls(self._queue, self._edges, windows, *place)
             self._plans = GpuPlans(*place, islands, self._slot_bytes, binder, planner, choices)
-            rings = share.segment.rings if near is None else near.rings
+            rings = (share.segment.rings,) if near is None else near.rings
             self._one_kernel = OneKernel(
                 self._queue, device, share, rings, self._state, *place, ordered=planner.ordered
             )

@@ -170,8 +170,8 @@ class Folds:
         self, name: str, arguments: ctypes.Structure, blocks: int, threads: int, src: int, dst: int, stream: int
     ) -> None:
         """As calls of the executor are, so that what comes on other streams of the graph comes after it."""
-        function = self._device.kernels().function(name)
-        shape = self._queue.bind_kernel(function=function, arguments=bytes(arguments), blocks=blocks, threads=threads)
+        function, own = self._device.kernels().function(name), bytes(arguments)
+        shape = self._queue.bind_kernel(function=function, arguments=own, captured=own, blocks=blocks, threads=threads)
         bound = self._path.bound(shape, f"HETCOLL_CHECK: {name}", [], DType.UINT8)
         self._calls.run(bound, src, dst, stream, True)
 

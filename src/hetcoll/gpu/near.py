@@ -40,7 +40,7 @@ class NearMemory:
         self._slots = _Region(device, share, wanted)
         regions = [self._slots]
         if not self.why_no_rings:
-            regions.append(_Region(device, share, GPU_RINGS.nbytes, uncached=True))
+            regions.append(_Region(device, share, 2 * GPU_RINGS.nbytes, uncached=True))
         told = meet("memory of GPUs", json.dumps([region.shared() for region in regions]).encode())
         for peer in peers:
             for region, words in zip(regions, json.loads(told[peer]), strict=True):
@@ -54,9 +54,9 @@ class NearMemory:
         self._rings = [] if self.why_no_rings else [regions[-1].bases[place] for place in range(ranks)]
 
     @property
-    def rings(self) -> Rings:
-        """Where this GPU sees those of each rank, if they have any."""
-        return Rings(GPU_RINGS, self._rings)
+    def rings(self) -> tuple[Rings, Rings]:
+        """Where this GPU sees those of each rank, if they have any, and those of captured calls."""
+        return Rings(GPU_RINGS, self._rings), Rings(GPU_RINGS, [at + GPU_RINGS.nbytes for at in self._rings])
 
     def at(self, src: int, dst: int, channel: int, *, captured: bool = False) -> int:
         """Where this GPU sees the slots from `src` to `dst`, of which this rank is one; 0 where they are the host's."""

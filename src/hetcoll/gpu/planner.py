@@ -223,8 +223,8 @@ class GpuPlanner:
         return f"{self._library} is faster" if by_library else "copies are faster"
 
     def _kernel(self, call: Call) -> str | None:
-        islands, ordered = len(self._islands.islands), self._planner.ordered
-        return one_kernel.choose(call.collective, call.nbytes, self._size, islands, ordered=ordered)
+        islands, alone = len(self._islands.islands), bool(self._why_alone(call))
+        return one_kernel.choose(call.collective, call.nbytes, self._size, islands, alone=alone)
 
     def _named(self, collective: Collective) -> bool:
         """Whether HETCOLL_ALGO takes it from the library that serves all ranks."""

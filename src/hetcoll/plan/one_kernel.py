@@ -19,7 +19,7 @@ MOST_MOVED = 1 << 20  # bytes that a rank of another collective reads, or writes
 MOST_ALONE = 3 << 20  # likewise of four and more, each of which is an island
 SMALL_NEAR = 1 << 20  # bytes that a rank reads inside an island up to which a kernel of words beats a library
 MOST_NEAR = 4 << 20  # that it reads or writes, up to which any kernel does
-MOST_ORDERED = 16 << 20  # likewise where sums have the order of ranks: beats copies
+MOST_ALONE_NEAR = 16 << 20  # likewise of what no library reduces so: beats copies
 _WORDS = 8  # bytes, of the data of two
 _MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond ONE_SHOT
 BY_KERNEL = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER}) | CUT | FROM_ROOT | TO_ROOT
@@ -52,11 +52,11 @@ def way(collective: Collective, size: int, rank: int, root: int) -> Way:
     return Way(takes, rank in sources and takers != {rank}, collective in CUT)
 
 
-def choose(collective: Collective, nbytes: int, size: int, islands: int, *, ordered: bool = False) -> str | None:
+def choose(collective: Collective, nbytes: int, size: int, islands: int, *, alone: bool = False) -> str | None:
     """Which kernel does it among `size` GPUs of so many islands; None where copies or a library are faster, or none
     can.
 
-    `nbytes` are those of all parts. `ordered`: sums have the order of ranks, so that no library has them.
+    `nbytes` are those of all parts. `alone`: no library reduces so.
     """
     if collective not in BY_KERNEL or nbytes == 0 or not 1 < size <= MOST_RANKS:
         return None
@@ -65,7 +65,9 @@ def choose(collective: Collective, nbytes: int, size: int, islands: int, *, orde
         return "oneshot"
     most = MOST_ALONE if islands == size > 3 else MOST_MOVED  # copies begin once for each peer in another island
     if islands == 1:
-        most = MOST_ORDERED if ordered and collective in REDUCING else MOST_NEAR
+        most = MOST_ALONE_NEAR if alone and collective in REDUCING else MOST_NEAR
+        if collective is Collective.BROADCAST:
+            most //= size - 1  # who all read from the root
     elif collective is Collective.ALLREDUCE:
         most = _MOST_TWO_SHOT if two_shot(nbytes, size) else MOST_ONE_SHOT
     if max(max(moves(collective, nbytes, size, rank)[1:]) for rank in range(size)) > most:

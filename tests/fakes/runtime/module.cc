@@ -26,10 +26,11 @@ std::size_t image_bytes(const void* image) {
   return header.e_shoff + static_cast<std::size_t>(header.e_shnum) * header.e_shentsize;
 }
 
-// dlopen takes an equal path for the library it has already, and descriptors come again: so no two paths are equal.
+// dlopen takes an equal path for the library it has already, and descriptors come again: so no two paths are equal, not
+// those of both vendors' fakes in one process either.
 std::string unique_path(int fd) {
   static std::atomic<unsigned> next{1};
-  std::string path = "/proc/self/fd/";
+  std::string path = std::strcmp(kVendor.name, "CUDA") == 0 ? "/proc/self/fd/" : "/proc/./self/fd/";
   for (unsigned bits = next++; bits != 0; bits /= 2) path += bits % 2 ? "./" : "../fd/";
   return path + std::to_string(fd);
 }
