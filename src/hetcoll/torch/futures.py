@@ -70,6 +70,29 @@ class Level:
         self._callbacks.close()
 
 
+class _Failure:
+    """The result of a future that has failed. DistributedDataParallel reads results of futures in C++, where nobody
+    knows that one is an error, and takes the first of the tensors that pickle finds there, although there may be none:
+    this raises the error there."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.error
+
+
+def _raise_failure(found: Any) -> Any:
+    raise found.error
+
+
+def fail(future: torch.futures.Future[Any], error: Exception) -> None:
+    """Complete a future with an error, which `wait`, `value` and C++ raise. It is one without devices, since those look
+    for tensors in any result."""
+    future._set_unwrap_func(_raise_failure)
+    future.set_result(_Failure(error))
+
+
 class OrderedFuture(torch.futures.Future[Any]):
     """A future whose callbacks run in the order in which they were attached, on one thread, even if it is done."""
 
@@ -96,6 +119,10 @@ class OrderedFuture(torch.futures.Future[Any]):
 
         self._root.of_this_thread().call(run)
         return made
+
+    def set_exception(self, result: Any) -> None:
+        """Complete it with an error: see `fail`."""
+        fail(self, result)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
         """Like `then`, for a callback that gives nothing."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torchft.process_group import ProcessGroupWrapper
 
 from .connect import connect
+from .futures import fail
 from .process_group import HetcollProcessGroup
 from .tensors import seconds
 from .work import NO_TIME, StreamWork, Waited
@@ -46,7 +47,7 @@ class _AllReduce(Waited):
             return super().get_future()
         except dist.DistBackendError as error:
             future: torch.futures.Future[Any] = torch.futures.Future()
-            future.set_exception(error)
+            fail(future, error)
             return future
 
 

@@ -133,6 +133,20 @@ def a_lost_rank(store: dist.Store, rank: int, size: int) -> None:
     _end()
 
 
+def backward_of_a_lost_rank(store: dist.Store, rank: int, size: int) -> None:
+    """DistributedDataParallel takes results out of futures in C++, several buckets at a time."""
+    _init(store, rank, size)
+    layers = [torch.nn.Linear(300, 300) for _ in range(6)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1)
+    for _ in range(2):  # the second step makes new buckets
+        model(torch.ones(2, 300)).sum().backward()
+    if rank != 3:
+        loss = model(torch.ones(2, 300)).sum()
+        with pytest.raises(RuntimeError, match="rank 3 left"):  # PyTorch's error may be around ours
+            loss.backward()
+    _end()
+
+
 def shrinking(store: dist.Store, rank: int, size: int) -> None:
     """The ranks that are left after one was lost go on as the default group."""
     _init(store, rank, size)
