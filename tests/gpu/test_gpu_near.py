@@ -132,6 +132,17 @@ def test_gpus_that_do_not_see_each_others_memory_use_the_hosts(kinds: str, call:
         check(ranks, list(cases_of(2, (70_001,))))
 
 
+@pytest.mark.fakes
+@parametrize(("kinds", "call"), [("nn", "cuIpcOpenMemHandle"), ("aaa", "hipIpcGetMemHandle")], first=1)
+def test_the_library_serves_gpus_that_do_not_see_each_others_memory(kinds: str, call: str) -> None:
+    with start(kinds, fail=f"{call}:1+:801") as ranks:
+        for gpus, _ in ranks.run(told, "allreduce", timeout=60):
+            assert re.match(
+                rf"one call of .* not by one kernel: rank.* cannot open the memory of all .*: {call}", gpus[0]
+            )
+        check(ranks, list(cases_of(len(kinds), (1009, 70_001))))
+
+
 def refused(comm: hetcoll.Communicator) -> str:
     device = device_of_rank(comm.rank)
     try:

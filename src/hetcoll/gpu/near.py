@@ -45,12 +45,14 @@ class NearMemory:
         for peer in peers:
             for region, words in zip(regions, json.loads(told[peer]), strict=True):
                 region.open(peer, *words)
-        found = meet("memory of GPUs that is open", json.dumps([sorted(region.bases) for region in regions]).encode())
-        seen = [json.loads(found[peer]) for peer in share.locals]
+        mine = [sorted(region.bases) for region in regions], next(iter(regions[-1].why_not.values()), "")
+        found = meet("memory of GPUs that is open", json.dumps(mine).encode())
+        seen, problems = zip(*(json.loads(found[peer]) for peer in share.locals), strict=True)
         self.why_not, self._seen = self._slots.why_not, [places[0] for places in seen]
         blind = [peer for peer, places in zip(share.locals, seen, strict=True) if len(places[-1]) < ranks]
         if blind and not self.why_no_rings:
-            self.why_no_rings = f"{spell_ranks(blind)} cannot open the memory of all other GPUs"
+            why = next(filter(None, problems), "")
+            self.why_no_rings = f"{spell_ranks(blind)} cannot open the memory of all other GPUs: {why}"
         self._rings = [] if self.why_no_rings else [regions[-1].bases[place] for place in range(ranks)]
 
     @property
