@@ -133,8 +133,9 @@ types: $(VENV)/installed $(VENV)/test $(VENV)/dev
 site: $(VENV)/installed $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# These tests mostly wait: they run beside each other, those of the engine and of verbs in parts. TSan notes what `send` reads after the call, when an answer may have
-# come and been written there: it must not note that. A signal is what GCC's UBSan says: see native/CMakeLists.txt.
+# These tests mostly wait: they run beside each other, those of the engine and of verbs in parts. TSan notes what `send`
+# reads after the call, when an answer may have come and been written there: it must not note that. A signal is what GCC's
+# UBSan says: see native/CMakeLists.txt.
 sanitize: sanitizers
 	+$(MAKE) -j --output-sync=target $(foreach each,$(SANITIZERS),$(patsubst %,sanitize-run-$(each)@%,$(call parts_under,$(each))))
 

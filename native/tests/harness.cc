@@ -319,7 +319,7 @@ int Play(std::span<const Scenario> scenarios, std::string_view which) {
   std::size_t first = 1, parts = 1;
   if (const std::size_t slash = which.find('/'); slash != which.npos) {
     first = std::strtoul(which.data(), nullptr, 10);
-    parts = std::strtoul(which.data() + slash + 1, nullptr, 10);
+    parts = std::max(1ul, std::strtoul(which.data() + slash + 1, nullptr, 10));
     which = {};
   }
   for (std::size_t i = 0; i < scenarios.size(); ++i) {
