@@ -165,8 +165,12 @@ _DIRECTIVE = re.compile(r'^#(?:include "(.*)"|pragma once)\n', re.MULTILINE)
 def source(module: str) -> str:
     """One module's whole source: no compiler needs a path to our headers."""
     header, macros, _ = _modules()[module]
-    text = _expand(f"devices/kernels/{header}", set())
-    return text + "".join([f'#line 1 "{module}"\n', *(f"{macro}\n" for macro in macros)] if macros else [])
+    return _whole(header) + "".join([f'#line 1 "{module}"\n', *(f"{macro}\n" for macro in macros)] if macros else [])
+
+
+@functools.cache
+def _whole(header: str) -> str:
+    return _expand(f"devices/kernels/{header}", set())
 
 
 @functools.cache
