@@ -113,7 +113,6 @@ class GpuExecutor:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
             near = None if share.lender is None else NearMemory(device, share, meet, slots=planner.own_plans)
-            self._near_rings = near is not None and not near.why_no_rings
             choices = self._choices = GpuPlanner(planner, share, islands, windows, near)
             slots = near if planner.own_plans else None
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, slots, prepare, seconds)
@@ -167,7 +166,7 @@ class GpuExecutor:
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all ranks of this host, all ranks together: see `path_probe`."""
         choices, given_up = self._choices, self._proofs.inside(meet, timeout)
-        no_rings = self._proofs.rings(self._bind_gather, meet) if self._near_rings else ""
+        no_rings = self._proofs.rings(self._bind_gather, meet) if self._one_kernel.near else ""
         choices.settle(given_up=given_up, no_rings=no_rings, unmapped=self._edges.why_not_captured(None))
         self.look_at_windows()
         self._plans.kernel = MessageKernel(self._device, self._share, choices.small, self._state + MESSAGES)

@@ -51,6 +51,8 @@ class OneKernel:
         self._queue, self._device, self._share = queue, device, share
         self._ways = list(zip(rings, (state, state + _CAPTURED), strict=False))
         self._rank, self._size, self._ordered = rank, size, ordered
+        self.near = any(each.at for each in rings[1:])
+        """Whether these rings are in the GPUs' own memory."""
 
     def bind(self, call: Call, kernel: str) -> _native.KernelShape:
         """`kernel` is the one that is chosen for it (`plan.one_kernel.choose`)."""
