@@ -44,9 +44,11 @@ def test_every_collective(gpus: Any, size: int) -> None:
 
 
 def by_library(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
-    """Also what one kernel does."""
+    """Also what one kernel does, but where it was bound before."""
     with unittest.mock.patch.multiple(one_kernel, SMALL_NEAR=0, MOST_NEAR=0):
-        return run_on_gpu(comm, cases)
+        found = run_on_gpu(comm, cases)
+        assert comm.explain("allreduce", 20).gpus.startswith("one call of ")
+        return found
 
 
 def test_an_island_of_two(gpus: Any) -> None:
