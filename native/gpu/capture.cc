@@ -6,13 +6,9 @@
 
 namespace hetcoll {
 
-DeviceCapture::DeviceCapture(std::shared_ptr<Driver> driver, const DriverFunctions& kernels,
-                             std::vector<DeviceStream> streams, std::byte* staging, const CaptureWords& words)
-    : driver_(std::move(driver)),
-      signals_(kernels),
-      lanes_(driver_, std::move(streams)),
-      staging_(staging),
-      words_(words) {
+DeviceCapture::DeviceCapture(std::shared_ptr<Driver> driver, const DriverFunctions& kernels, std::byte* staging,
+                             const CaptureWords& words)
+    : driver_(std::move(driver)), signals_(kernels), lanes_(driver_, 0), staging_(staging), words_(words) {
   if (!signals_.wanted()) throw PlanError("captured programs need kernels that signal");
 }
 
@@ -20,6 +16,7 @@ bool DeviceCapture::Taken(DeviceStream user) {
   const Current current(*driver_);
   const std::uint64_t mine = driver_->Capture(user);
   for (std::size_t i = 0; i < kDeviceLanes; ++i) {
+    if (!lanes_.made(i)) continue;
     const std::uint64_t its = driver_->Capture(lanes_[i]);
     if (its != 0 && its != mine) return true;
   }

@@ -32,9 +32,9 @@ class DeviceCapture {
  public:
   using Work = std::function<void(const DeviceAction& action, std::byte* slot, DeviceLanes& lanes)>;
 
-  // `kernels`: see SignalKernels. `streams` and `staging` as a DeviceQueue's, but never used outside of a capture.
-  DeviceCapture(std::shared_ptr<Driver> driver, const DriverFunctions& kernels, std::vector<DeviceStream> streams,
-                std::byte* staging, const CaptureWords& words);
+  // `kernels`: see SignalKernels. `staging` as a DeviceQueue's, but never used outside of a capture.
+  DeviceCapture(std::shared_ptr<Driver> driver, const DriverFunctions& kernels, std::byte* staging,
+                const CaptureWords& words);
 
   // What programs use in place of the queue's `edge`.
   void AddEdge(std::uint16_t edge, const Slots& slots) { edges_.insert_or_assign(edge, Edge{slots, 0}); }

@@ -10,6 +10,7 @@ using DevicePtr = unsigned long long;  // NOLINT: CUdeviceptr
 class CudaDriver final : public Driver {
   static constexpr unsigned kWaitGeq = 0;         // CU_STREAM_WAIT_VALUE_GEQ
   static constexpr unsigned kWriteDefault = 0;    // CU_STREAM_WRITE_VALUE_DEFAULT: after a fence of the whole system
+  static constexpr unsigned kNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
   static constexpr unsigned kDisableTiming = 2;   // CU_EVENT_DISABLE_TIMING
   static constexpr int kNotReady = 600;           // CUDA_ERROR_NOT_READY
   static constexpr int kCaptureStatusActive = 1;  // CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -22,6 +23,8 @@ class CudaDriver final : public Driver {
     Take(f, "cuLaunchKernel", launch_);
     Take(f, "cuStreamWriteValue64", write_);
     Take(f, "cuStreamWaitValue64", wait_);
+    Take(f, "cuStreamCreateWithPriority", make_stream_);
+    Take(f, "cuStreamDestroy", destroy_stream_);
     Take(f, "cuEventCreate", make_event_);
     Take(f, "cuEventDestroy", destroy_event_);
     Take(f, "cuEventRecord", record_);
@@ -64,6 +67,14 @@ class CudaDriver final : public Driver {
     if (signals_.wanted()) return signals_.Wait(*this, counter, value, stream);
     Check(wait_(stream, reinterpret_cast<DevicePtr>(counter), value, kWaitGeq), "cuStreamWaitValue64");
   }
+
+  DeviceStream MakeStream(int priority) override {
+    DeviceStream stream = nullptr;
+    Check(make_stream_(&stream, kNonBlocking, priority), "cuStreamCreateWithPriority");
+    return stream;
+  }
+
+  void DestroyStream(DeviceStream stream) noexcept override { destroy_stream_(stream); }
 
   DeviceEvent MakeEvent() override {
     DeviceEvent event = nullptr;
@@ -129,6 +140,8 @@ class CudaDriver final : public Driver {
   int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   int (*write_)(void*, DevicePtr, std::uint64_t, unsigned);
   int (*wait_)(void*, DevicePtr, std::uint64_t, unsigned);
+  int (*make_stream_)(void**, unsigned, int);
+  int (*destroy_stream_)(void*);
   int (*make_event_)(void**, unsigned);
   int (*destroy_event_)(void*);
   int (*record_)(void*, void*);

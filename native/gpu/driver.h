@@ -39,6 +39,10 @@ class Driver {
   virtual void WriteValue(std::uint64_t* counter, std::uint64_t value, DeviceStream stream) = 0;
   virtual void WaitValue(std::uint64_t* counter, std::uint64_t value, DeviceStream stream) = 0;
 
+  // One that does not wait for the default stream. What is beyond the driver's priorities is the nearest of them.
+  virtual DeviceStream MakeStream(int priority) = 0;
+  virtual void DestroyStream(DeviceStream stream) noexcept = 0;
+
   virtual DeviceEvent MakeEvent() = 0;
   virtual void DestroyEvent(DeviceEvent event) noexcept = 0;
   virtual void Record(DeviceEvent event, DeviceStream stream) = 0;
@@ -135,6 +139,20 @@ class Event {
  private:
   std::shared_ptr<Driver> driver_;
   DeviceEvent event_;
+};
+
+// A stream of a driver, destroyed with its owner.
+class Stream {
+ public:
+  Stream(std::shared_ptr<Driver> driver, int priority)
+      : driver_(std::move(driver)), stream_(driver_->MakeStream(priority)) {}
+  Stream& operator=(Stream&&) = delete;
+  ~Stream() { driver_->DestroyStream(stream_); }
+  DeviceStream get() const { return stream_; }
+
+ private:
+  std::shared_ptr<Driver> driver_;
+  DeviceStream stream_;
 };
 
 // How far work on streams has come of which only the last end is known: it counts ends that it has waited for.

@@ -18,7 +18,7 @@ void DeviceQueue::Join(DeviceStream user) {
 }
 
 void DeviceQueue::JoinLanes(DeviceStream user) {
-  for (std::size_t i = 0; i < streams_.size(); ++i) {
+  for (std::size_t i = 0; i < kDeviceLanes; ++i) {
     if (ended_[i]) driver_->WaitEvent(lanes_.end(i), user);
   }
   joined_ = user;
@@ -32,8 +32,7 @@ bool DeviceQueue::Idle() {
                      [&](const SlotEdge& edge) { return !edge.last || driver_->Done(edge.last->get()); }) &&
          std::all_of(rings_.begin(), rings_.end(),
                      [&](const auto& r) { return driver_->Done(r.second.last->get()); }) &&
-         std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); }) &&
-         (capture_ == nullptr || !capture_->Busy());
+         lanes_.Idle() && (capture_ == nullptr || !capture_->Busy());
 }
 
 std::uint64_t DeviceQueue::Passed() {

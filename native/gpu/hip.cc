@@ -8,6 +8,7 @@ namespace {
 class HipDriver final : public Driver {
   static constexpr unsigned kWaitGeq = 0;                       // hipStreamWaitValueGte
   static constexpr std::uint64_t kAllBits = ~std::uint64_t{0};  // the mask of a wait
+  static constexpr unsigned kNonBlocking = 1;                   // hipStreamNonBlocking
   static constexpr unsigned kDisableTiming = 2;                 // hipEventDisableTiming
   static constexpr int kCopyDefault = 4;          // hipMemcpyDefault: the runtime knows where pointers lie
   static constexpr int kNotReady = 600;           // hipErrorNotReady
@@ -21,6 +22,8 @@ class HipDriver final : public Driver {
     Take(f, "hipModuleLaunchKernel", launch_);
     Take(f, "hipStreamWriteValue64", write_);
     Take(f, "hipStreamWaitValue64", wait_);
+    Take(f, "hipStreamCreateWithPriority", make_stream_);
+    Take(f, "hipStreamDestroy", destroy_stream_);
     Take(f, "hipEventCreateWithFlags", make_event_);
     Take(f, "hipEventDestroy", destroy_event_);
     Take(f, "hipEventRecord", record_);
@@ -61,6 +64,14 @@ class HipDriver final : public Driver {
     if (signals_.wanted()) return signals_.Wait(*this, counter, value, stream);
     Check(wait_(stream, counter, value, kWaitGeq, kAllBits), "hipStreamWaitValue64");
   }
+
+  DeviceStream MakeStream(int priority) override {
+    DeviceStream stream = nullptr;
+    Check(make_stream_(&stream, kNonBlocking, priority), "hipStreamCreateWithPriority");
+    return stream;
+  }
+
+  void DestroyStream(DeviceStream stream) noexcept override { destroy_stream_(stream); }
 
   DeviceEvent MakeEvent() override {
     DeviceEvent event = nullptr;
@@ -125,6 +136,8 @@ class HipDriver final : public Driver {
   int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   int (*write_)(void*, void*, std::uint64_t, unsigned);
   int (*wait_)(void*, void*, std::uint64_t, unsigned, std::uint64_t);
+  int (*make_stream_)(void**, unsigned, int);
+  int (*destroy_stream_)(void*);
   int (*make_event_)(void**, unsigned);
   int (*destroy_event_)(void*);
   int (*record_)(void*, void*);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "gpu/driver.h"
@@ -25,23 +26,35 @@ enum DeviceLane : std::uint8_t {
 };
 inline constexpr unsigned kDeviceLanes = kLocalLane + 1;
 
+// A lane's stream is made when a program first uses it: a driver has few hardware queues, and what waits in one stream
+// holds up whatever shares its queue.
 class DeviceLanes {
  public:
-  DeviceLanes(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams);
+  DeviceLanes(std::shared_ptr<Driver> driver, int priority);
 
-  DeviceStream operator[](std::size_t lane) const { return streams_[lane]; }
+  bool made(std::size_t lane) const { return lanes_[lane].has_value(); }
+  // Of a lane that was made.
+  DeviceStream operator[](std::size_t lane) const { return lanes_[lane]->stream.get(); }
   DeviceEvent EventAt(std::uint32_t index);
 
   // The lanes in use begin after what is on `user` now.
   void Fork(const std::array<bool, kDeviceLanes>& used, DeviceStream user);
-  DeviceEvent end(std::size_t lane) const { return ends_[lane].get(); }
+  // Whether all work on them is done. A Fault when the device has failed.
+  bool Idle() const;
+  DeviceEvent end(std::size_t lane) const { return lanes_[lane]->end.get(); }
 
  private:
+  struct Lane {
+    Lane(const std::shared_ptr<Driver>& driver, int priority) : stream(driver, priority), end(driver) {}
+    Stream stream;
+    Event end;  // of its last call
+  };
+
   std::shared_ptr<Driver> driver_;
-  std::vector<DeviceStream> streams_;
+  int priority_;
+  std::array<std::optional<Lane>, kDeviceLanes> lanes_;
   std::vector<Event> events_;
   Event start_;
-  std::vector<Event> ends_;  // of each lane's last call
 };
 
 }  // namespace hetcoll

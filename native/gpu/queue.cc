@@ -6,11 +6,9 @@
 
 namespace hetcoll {
 
-DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams, std::byte* staging,
-                         std::size_t slot_bytes)
+DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, int priority, std::byte* staging, std::size_t slot_bytes)
     : driver_(std::move(driver)),
-      lanes_((driver_->Activate(), driver_), streams),
-      streams_(std::move(streams)),
+      lanes_((driver_->Activate(), driver_), priority),
       staging_(staging),
       slot_bytes_(slot_bytes),
       kernel_(driver_),
@@ -65,14 +63,14 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, Bases bases, std::span<const
   if (join && shape.p2p && shape.program.alone) return EnqueueAlone(shape, bases, signatures, user);
   Begin(shape, user);
   for (const DeviceAction& action : shape.program.actions) {
-    Run(shape, action, bases, signatures, streams_[action.stream]);
+    Run(shape, action, bases, signatures, lanes_[action.stream]);
   }
-  for (std::size_t i = 0; i < streams_.size(); ++i) {
+  for (std::size_t i = 0; i < kDeviceLanes; ++i) {
     if (!shape.program.used[i]) continue;
-    driver_->Record(lanes_.end(i), streams_[i]);
+    driver_->Record(lanes_.end(i), lanes_[i]);
     ended_[i] = true;
   }
-  if (shape.program.pulls) driver_->Record(pulled_.get(), streams_[kSignalLane]);
+  if (shape.program.pulls) driver_->Record(pulled_.get(), lanes_[kSignalLane]);
   is_joined_ = false;
   if (join) JoinLanes(user);
 }

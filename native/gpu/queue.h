@@ -271,9 +271,8 @@ class DeviceCapture;
 
 class DeviceQueue {
  public:
-  // `streams` are the lanes'; `staging` is device memory for the staged messages, of a slot each.
-  DeviceQueue(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams, std::byte* staging,
-              std::size_t slot_bytes);
+  // `priority` is the lanes'; `staging` is device memory for the staged messages, of a slot each.
+  DeviceQueue(std::shared_ptr<Driver> driver, int priority, std::byte* staging, std::size_t slot_bytes);
   ~DeviceQueue();
 
   // The communicator of this rank's island, where it has one.
@@ -346,7 +345,6 @@ class DeviceQueue {
 
   std::shared_ptr<Driver> driver_;
   DeviceLanes lanes_;
-  std::vector<DeviceStream> streams_;
   std::byte* staging_;
   std::size_t slot_bytes_;
   std::vector<SlotEdge> edges_;

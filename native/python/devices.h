@@ -137,7 +137,6 @@ inline void BindDevices(nb::module_& m) {
         return std::tuple(s.recipe->plan.compressed_before, s.recipe->plan.compressed_after);
       });
   m.attr("LEDGER_BYTES") = kLedgerBytes;
-  m.attr("DEVICE_LANES") = kDeviceLanes;
   m.attr("STAGED_MESSAGES") = kStagedMessages;
   nb::class_<LedgerEntry>(m, "LedgerEntry").def_static("make", [](std::uint64_t signature, const std::string& text) {
     return Ledger::Entry(signature, text);
@@ -150,13 +149,12 @@ inline void BindDevices(nb::module_& m) {
       .def("text", &Ledger::Text, "rank"_a, "number"_a);
   nb::class_<KernelShape>(m, "KernelShape");
   nb::class_<PyDeviceQueue>(m, "DeviceQueue")
-      .def(nb::init<const std::string&, const DriverFunctions&, const std::vector<Address>&, Address, std::size_t>(),
-           nb::kw_only(), "vendor"_a, "functions"_a, "streams"_a, "staging"_a, "slot_bytes"_a)
+      .def(nb::init<const std::string&, const DriverFunctions&, int, Address, std::size_t>(), nb::kw_only(), "vendor"_a,
+           "functions"_a, "priority"_a, "staging"_a, "slot_bytes"_a)
       .def("set_island", &PyDeviceQueue::SetIsland, "functions"_a, "handle"_a, "place"_a, "members"_a)
       .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a, "count"_a,
            "proxy"_a.none() = nb::none(), "near"_a = false)
-      .def("set_capture", &PyDeviceQueue::SetCapture, nb::kw_only(), "kernels"_a, "streams"_a, "staging"_a, "words"_a,
-           "seen"_a)
+      .def("set_capture", &PyDeviceQueue::SetCapture, nb::kw_only(), "kernels"_a, "staging"_a, "words"_a, "seen"_a)
       .def("drop_capture", &PyDeviceQueue::DropCapture)
       .def("add_capture_edge", &PyDeviceQueue::AddCaptureEdge, "edge"_a, "slots"_a, "ready"_a, "credit"_a, "count"_a)
       .def("capture_taken", &PyDeviceQueue::CaptureTaken, "stream"_a)

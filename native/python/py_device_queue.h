@@ -72,10 +72,9 @@ inline DeviceCodec CodecOf(const CodecArgs& args) {
 // work, since a driver whose own queue is full waits for the GPU.
 class PyDeviceQueue {
  public:
-  PyDeviceQueue(const std::string& vendor, const DriverFunctions& functions, const std::vector<Address>& streams,
-                Address staging, std::size_t slot_bytes)
-      : driver_(MakeDriver(vendor, functions)),
-        queue_(driver_, Streams(streams), As<std::byte*>(staging), slot_bytes) {}
+  PyDeviceQueue(const std::string& vendor, const DriverFunctions& functions, int priority, Address staging,
+                std::size_t slot_bytes)
+      : driver_(MakeDriver(vendor, functions)), queue_(driver_, priority, As<std::byte*>(staging), slot_bytes) {}
 
   std::uint16_t AddEdge(Address slots, Address ready, Address credit, unsigned count, std::shared_ptr<ProxyEdge> proxy,
                         bool near) {
@@ -89,12 +88,11 @@ class PyDeviceQueue {
     queue_.SetIsland(std::make_unique<VendorCollectives>(functions, handle), place, members);
   }
 
-  void SetCapture(const DriverFunctions& kernels, const std::vector<Address>& streams, Address staging, Address words,
-                  Address seen) {
+  void SetCapture(const DriverFunctions& kernels, Address staging, Address words, Address seen) {
     std::lock_guard lock(mutex_);
     const Current current(*driver_);
     queue_.SetCapture(
-        std::make_unique<DeviceCapture>(driver_, kernels, Streams(streams), As<std::byte*>(staging),
+        std::make_unique<DeviceCapture>(driver_, kernels, As<std::byte*>(staging),
                                         CaptureWords{As<std::uint64_t*>(words), As<const std::uint64_t*>(seen)}));
   }
 
@@ -255,12 +253,6 @@ class PyDeviceQueue {
                         const std::vector<MessagesPlace>& kernels) {
     std::lock_guard lock(mutex_);
     return queue_.Compile(plan, order, edges, signals, kernels);
-  }
-
-  static std::vector<DeviceStream> Streams(const std::vector<Address>& addresses) {
-    std::vector<DeviceStream> streams;
-    for (const Address address : addresses) streams.push_back(As<DeviceStream>(address));
-    return streams;
   }
 
   std::shared_ptr<Driver> driver_;

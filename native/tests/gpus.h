@@ -15,9 +15,10 @@ namespace hetcoll::testing {
 // One GPU. Its streams run on `queues` threads: fewer queues than streams make a waiting stream hold up the others.
 class ThreadDriver final : public Driver {
  public:
-  ThreadDriver(int streams, int queues, unsigned seed, bool late) : seed_(seed), late_(late) {
+  // `users` of its streams are the test's own, made first.
+  ThreadDriver(int users, int queues, unsigned seed, bool late) : seed_(seed), late_(late) {
     for (int q = 0; q < queues; ++q) queues_.push_back(std::make_unique<Queue>());
-    for (int s = 0; s < streams; ++s) streams_.push_back({queues_[static_cast<std::size_t>(s % queues)].get()});
+    for (int s = 0; s < users; ++s) MakeStream(0);
     for (auto& queue : queues_) queue->thread = std::thread([this, q = queue.get()] { Work(*q); });
   }
   ~ThreadDriver() override {
@@ -56,6 +57,11 @@ class ThreadDriver final : public Driver {
       }
     });
   }
+  DeviceStream MakeStream(int) override {
+    streams_.push_back({queues_[streams_.size() % queues_.size()].get()});
+    return &streams_.back();
+  }
+  void DestroyStream(DeviceStream) noexcept override {}
   DeviceEvent MakeEvent() override { return new std::shared_ptr<std::atomic<bool>>(); }
   void DestroyEvent(DeviceEvent e) noexcept override { delete static_cast<std::shared_ptr<std::atomic<bool>>*>(e); }
   void Record(DeviceEvent e, DeviceStream s) override {
@@ -176,12 +182,9 @@ struct Gpus {
         stripes(links),
         memory(static_cast<std::size_t>(2 * n * n) * kChannels * kEdge) {
     for (int rank = 0; rank < n; ++rank) {
-      const int streams = int{kDeviceLanes};
-      drivers.push_back(std::make_shared<ThreadDriver>(streams + 2, folded, seed + unsigned(rank), late));
+      drivers.push_back(std::make_shared<ThreadDriver>(2, folded, seed + unsigned(rank), late));
       staging.emplace_back(kSlotBytes * kStagedMessages);
-      std::vector<DeviceStream> own;
-      for (int i = 0; i < streams; ++i) own.push_back(drivers.back()->stream(i));
-      queues.push_back(std::make_unique<DeviceQueue>(drivers.back(), own, staging.back().data(), kSlotBytes));
+      queues.push_back(std::make_unique<DeviceQueue>(drivers.back(), 0, staging.back().data(), kSlotBytes));
       proxies.push_back(std::make_shared<Proxy>(ProxyOptions{2, true, rank, fault, kPartBytes}));
     }
     for (int a = 0; a < n; ++a) {
@@ -195,9 +198,7 @@ struct Gpus {
   }
 
   // One of the two streams of a rank's user.
-  DeviceStream User(int rank, int which) {
-    return drivers[static_cast<std::size_t>(rank)]->stream(int{kDeviceLanes} + which);
-  }
+  DeviceStream User(int rank, int which) { return drivers[static_cast<std::size_t>(rank)]->stream(which); }
 
   bool Apart(int a, int b) const { return host[static_cast<std::size_t>(a)] != host[static_cast<std::size_t>(b)]; }
 

@@ -50,7 +50,6 @@ class DeviceShape:
     def compressed(self) -> tuple[int, int]: ...
 
 LEDGER_BYTES: int
-DEVICE_LANES: int  # streams of a DeviceQueue
 STAGED_MESSAGES: int  # slots of device memory that it needs
 
 class LedgerEntry:
@@ -204,7 +203,7 @@ class DeviceQueue:
         *,
         vendor: str,
         functions: Mapping[str, int],
-        streams: Sequence[int],
+        priority: int,
         staging: int,
         slot_bytes: int,
     ) -> None: ...
@@ -212,9 +211,7 @@ class DeviceQueue:
     def add_edge(
         self, slots: int, ready: int, credit: int, count: int, proxy: ProxyEdge | None = None, near: bool = False
     ) -> int: ...
-    def set_capture(
-        self, *, kernels: Mapping[str, int], streams: Sequence[int], staging: int, words: int, seen: int
-    ) -> None: ...
+    def set_capture(self, *, kernels: Mapping[str, int], staging: int, words: int, seen: int) -> None: ...
     def drop_capture(self) -> None: ...
     def add_capture_edge(self, edge: int, slots: int, ready: int, credit: int, count: int) -> None: ...
     def capture_taken(self, stream: int) -> bool: ...

@@ -38,7 +38,7 @@ from .deadlines import Deadlines
 from .direct import why_not_direct
 from .edges import GpuEdges
 from .graphs import GpuGraphs
-from .lanes import Lanes
+from .lanes import PassingMemory
 from .message_kernel import MessageKernel
 from .near import NearMemory
 from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
@@ -96,12 +96,12 @@ class GpuExecutor:
             share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, seconds, planner.own_plans)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
-            lanes = self._lanes = Lanes(device, self._slot_bytes, URGENT)
-            undo.callback(lanes.close)
+            self._memory = PassingMemory(device, self._slot_bytes)
+            undo.callback(self._memory.close)
             self._state = device.allocate(STATE_BYTES)
             undo.callback(device.free, self._state)
             clear(device, self._state, STATE_BYTES)
-            self._queue = self._new_queue(lanes)
+            self._queue = self._new_queue()
             islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, seconds, capturing)
             undo.callback(islands.close, timeout)
             self._islands = islands
@@ -138,14 +138,14 @@ class GpuExecutor:
             undo.callback(self.messages.close)
             self._undo = undo.pop_all()
 
-    def _new_queue(self, lanes: Lanes) -> _native.DeviceQueue:
+    def _new_queue(self) -> _native.DeviceQueue:
         abort = self._segment.aborts[self._share.here]  # the rest of its cache line is this rank's, too
         signals = signal_kernels(self._device, abort + 8, self._state + ZERO, abort)
         return _native.DeviceQueue(
             vendor=self._device.vendor,
             functions={**self._device.functions(), **signals},
-            streams=lanes.streams,
-            staging=lanes.staging,
+            priority=URGENT,
+            staging=self._memory.staging,
             slot_bytes=self._slot_bytes,
         )
 
@@ -284,7 +284,7 @@ class GpuExecutor:
         common = descriptor(what if message is None else f"p2p {message.label}")
         kernel = shape if isinstance(shape, _native.KernelShape) else None
         program = shape if isinstance(shape, _native.DeviceShape) else None
-        if program is not None and (scratch := self._lanes.scratch(program.scratch_bytes)) is not None:
+        if program is not None and (scratch := self._memory.scratch(program.scratch_bytes)) is not None:
             self._calls.set_scratch(scratch)
         number = self._engine.new_shape()  # by which others ask for a call that is not the engine's to run
         self._planner.note(number, what, 0)  # of several messages, or parts of a collective

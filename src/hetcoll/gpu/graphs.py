@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import hetcoll._native as _native
 
 from ..errors import ArgumentError
-from .lanes import Lanes
+from .lanes import PassingMemory
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
@@ -23,7 +23,7 @@ class GpuGraphs:
 
     def __init__(self, device: Device, queue: _native.DeviceQueue, share: GpuShare, edges: GpuEdges, zero: int) -> None:
         self._device, self._queue, self._share, self._edges, self._zero = device, queue, share, edges, zero
-        self._lanes: Lanes | None = None  # once anything was captured
+        self._memory: PassingMemory | None = None  # once anything was captured
 
     def prepare(self, shape: _native.DeviceShape, stream: int) -> int | None:
         """See to what `shape` needs to be captured on `stream`. Returns new scratch memory for all that is captured
@@ -46,30 +46,29 @@ class GpuGraphs:
                 "stream: a graph is being captured on it; wanted one capture at a time of calls that GPUs do by copies,"
                 " got a second one before the end of the first"
             )
-        lanes = self._lanes or self._start()
+        memory = self._memory or self._start()
         self._edges.capture(shape.edges)
-        return lanes.scratch(shape.scratch_bytes)
+        return memory.scratch(shape.scratch_bytes)
 
-    def _start(self) -> Lanes:
+    def _start(self) -> PassingMemory:
         share, table = self._share, self._device.kernels()
         kernels = {name: table.function(name) for name in ("bump", "await")}
-        words, lanes = share.segment.captured(share.here), Lanes(self._device, share.slot_bytes)
+        words, memory = share.segment.captured(share.here), PassingMemory(self._device, share.slot_bytes)
         try:
             self._queue.set_capture(
                 kernels={**kernels, "zero": self._zero, "abort": share.segment.aborts[share.here]},
-                streams=lanes.streams,
-                staging=lanes.staging,
+                staging=memory.staging,
                 words=words.device,
                 seen=words.host,
             )
         except BaseException:
-            lanes.close()
+            memory.close()
             raise
-        self._lanes = lanes
-        return lanes
+        self._memory = memory
+        return memory
 
     def close(self) -> None:
         """Give everything back. No graph may be replayed any more."""
-        if self._lanes is not None:
+        if self._memory is not None:
             self._queue.drop_capture()
-            self._lanes.close()
+            self._memory.close()

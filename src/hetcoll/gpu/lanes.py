@@ -1,8 +1,7 @@
-"""What runs calls on a GPU beside their buffers: streams, and memory for what passes through."""
+"""What calls on a GPU need beside their buffers: memory for what passes through, and streams beside the user's."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
@@ -11,20 +10,14 @@ if TYPE_CHECKING:
     from ..vendors.devices.base import Device
 
 
-class Lanes:
-    """Of one queue, or of all that graphs have captured of it. `streams` are its lanes', of this `priority`; `staging`
-    holds messages that are added on arrival, of up to `slot_bytes`."""
+class PassingMemory:
+    """Of one queue, or of all that graphs have captured of it: `staging` holds messages that are added on arrival, of
+    up to `slot_bytes`."""
 
-    def __init__(self, device: Device, slot_bytes: int, priority: int = 0) -> None:
-        self._device, self.streams = device, list[int]()
-        self._scratch_bytes = 0
-        with contextlib.ExitStack() as undo:
-            for _ in range(_native.DEVICE_LANES):
-                self.streams.append(device.stream(priority))
-                undo.callback(device.destroy_stream, self.streams[-1])
-            self.staging = device.allocate(_native.STAGED_MESSAGES * slot_bytes)
-            undo.callback(device.free, self.staging)
-            self._undo = undo.pop_all()
+    def __init__(self, device: Device, slot_bytes: int) -> None:
+        self._device = device
+        self.staging = device.allocate(_native.STAGED_MESSAGES * slot_bytes)
+        self._held, self._scratch_bytes = [self.staging], 0
 
     def scratch(self, nbytes: int) -> int | None:
         """New scratch memory for plans that need so much, at least twice as much as before; None where what there is
@@ -32,13 +25,13 @@ class Lanes:
         if nbytes <= self._scratch_bytes:
             return None
         self._scratch_bytes = max(nbytes, 2 * self._scratch_bytes)
-        found = self._device.allocate(self._scratch_bytes)
-        self._undo.callback(self._device.free, found)
-        return found
+        self._held.append(self._device.allocate(self._scratch_bytes))
+        return self._held[-1]
 
     def close(self) -> None:
         """Give everything back. Nothing may be under way, and no graph may be replayed any more."""
-        self._undo.close()
+        for address in self._held:
+            self._device.free(address)
 
 
 class SideStream:

@@ -27,14 +27,14 @@ CUDA_FUNCTIONS = (
     "cuMemcpyAsync", "cuStreamWriteValue64", "cuStreamWaitValue64", "cuLaunchKernel",
     "cuLaunchHostFunc", "cuEventCreate", "cuEventDestroy", "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent",
     "cuStreamIsCapturing", "cuStreamGetCaptureInfo", "cuThreadExchangeStreamCaptureMode", "cuStreamSynchronize",
-    "cuStreamQuery", "cuGetErrorName",
+    "cuStreamQuery", "cuStreamCreateWithPriority", "cuStreamDestroy", "cuGetErrorName",
 )  # fmt: skip
 HIP_FUNCTIONS = (
     "hipGetDevice", "hipSetDevice",
     "hipMemcpyAsync", "hipStreamWriteValue64", "hipStreamWaitValue64", "hipModuleLaunchKernel",
     "hipLaunchHostFunc", "hipEventCreateWithFlags", "hipEventDestroy", "hipEventRecord", "hipEventQuery",
     "hipStreamWaitEvent", "hipStreamIsCapturing", "hipStreamGetCaptureInfo", "hipThreadExchangeStreamCaptureMode",
-    "hipStreamSynchronize", "hipStreamQuery", "hipGetErrorName",
+    "hipStreamSynchronize", "hipStreamQuery", "hipStreamCreateWithPriority", "hipStreamDestroy", "hipGetErrorName",
 )  # fmt: skip
 
 
