@@ -18,7 +18,7 @@ from thorough import parametrize
 from hetcoll.plan import ir
 from hetcoll.plan.algorithms import ALGORITHMS, find
 from hetcoll.plan.algorithms.atoms import AMONG
-from hetcoll.plan.algorithms.hosts import among_hosts
+from hetcoll.plan.algorithms.hosts import among_hosts, runs_among
 from hetcoll.types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
 
 Pool = Callable[..., Ranks]
@@ -165,7 +165,7 @@ def test_every_algorithm_among_hosts(pool: Pool, hosts: str) -> None:
     size, ranks = len(hosts), pool(len(hosts), HETCOLL_HOST_ID=tuple(hosts))
     for kind in AMONG:
         for name, entry in ALGORITHMS[kind].items():
-            if entry.stretches is None and entry.supports(len(set(hosts))):
+            if runs_among(entry) and entry.supports(len(set(hosts))):
                 cases = list(cases_of(kind, size, [0, 1, size + 1, 1009, 60_013]))
                 check(ranks, cases, {"algo": name})
                 forms = ranks.run(placed, kind.label, name)[0]

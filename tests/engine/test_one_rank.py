@@ -11,7 +11,7 @@ from ranks import Ranks
 from thorough import parametrize
 
 import hetcoll
-from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.plan.algorithms import ALGORITHMS, known
 from hetcoll.types import REDUCING, Collective
 
 Pool = Callable[..., Ranks]
@@ -107,7 +107,7 @@ def test_logical_reductions_give_truth_values_on_one_rank(pool: Pool) -> None:
 def _forced_truths(comm: hetcoll.Communicator) -> None:
     for kind in REDUCING:
         cases = [case for case in truths((7,)) if case.collective == kind.label and case.dtype in ("int8", "uint64")]
-        for name, entry in ALGORITHMS[kind.plain].items():
+        for name, entry in known(kind).items():
             if entry.supports(1):
                 run_cases(comm, cases, {"algo": f"{kind.label}:{name}"})
 

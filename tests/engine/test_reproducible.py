@@ -144,5 +144,5 @@ def test_an_algorithm_with_another_order_is_refused(pool: Any) -> None:
     told = pool(3).run(by_another)[0]
     assert told == (
         "reproducible: HETCOLL_ALGO asks for allreduce by ring, which does not reduce in the order of ranks;"
-        " wanted one of oneshot, direct, reduce_broadcast, chained"
+        " wanted one of oneshot, direct, reduce_broadcast, chained, staged"
     )

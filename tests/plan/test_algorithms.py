@@ -367,7 +367,7 @@ def test_any_plan_gives_numpys_result_in_any_order(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from([n for n in range(1, 9) if algorithm.supports(n)]))
     count = data.draw(st.integers(0, 2 * n + 3))
     counts = [count] * n
-    if algorithm.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):  # the v forms
+    if algorithm.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER) and not algorithm.equal:  # the v forms
         counts = data.draw(st.lists(st.integers(0, 7), min_size=n, max_size=n))
     root = data.draw(st.integers(0, n - 1)) if algorithm.collective in ROOTED else 0
     scale = data.draw(st.booleans()) and algorithm.collective in REDUCING

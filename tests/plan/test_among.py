@@ -21,6 +21,7 @@ from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, Hosts, find, inp, out
 from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
+from hetcoll.plan.algorithms.hosts import runs_among
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.flat import LAG
 from hetcoll.plan.ir import Op, Plan
@@ -32,7 +33,7 @@ from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.plan.tuner import UNLIMITED, table_among
 from hetcoll.types import REDUCING, ROOTED, Collective
 
-FLAT = [entry for kind in AMONG for entry in ALGORITHMS[kind].values() if entry.stretches is None]
+FLAT = [entry for kind in AMONG for entry in ALGORITHMS[kind].values() if runs_among(entry)]
 ALL = [pytest.param(entry, id=f"{entry.collective.label}-{entry.name}") for entry in FLAT]
 
 
@@ -303,7 +304,7 @@ def chosen(kind: Collective, hosts: str, each: int = 1) -> list[tuple[int, str]]
     islands = side_by_side(*[each] * len(hosts))
 
     def able(entry: Algorithm) -> bool:
-        return entry.stretches is None and entry.levels is None and entry.supports(len(hosts))
+        return runs_among(entry) and entry.supports(len(hosts))
 
     return table_among(kind, topology, islands, able)
 

@@ -16,14 +16,14 @@ from topologies import any_groups, cluster, side_by_side
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Cost, Draft, Hosts, find, inp, out, register, tmp
 from hetcoll.plan.algorithms.atoms import AMONG
-from hetcoll.plan.algorithms.hosts import among_hosts
+from hetcoll.plan.algorithms.hosts import among_hosts, runs_among
 from hetcoll.plan.costs import COSTS, LEVELS, levels
 from hetcoll.plan.ir import Op, Plan
 from hetcoll.plan.simulator import check, follows, predict
 from hetcoll.plan.tuner import UNLIMITED, among_hosts_of, choose, led, table
 from hetcoll.types import REDUCING, ROOTED, Collective
 
-FLAT = [entry for kind in AMONG for entry in ALGORITHMS[kind].values() if entry.stretches is None]
+FLAT = [entry for kind in AMONG for entry in ALGORITHMS[kind].values() if runs_among(entry)]
 ALL = [pytest.param(entry, id=f"{entry.collective.label}-{entry.name}") for entry in FLAT]
 FORMS = pytest.mark.parametrize("form", [False, True], ids=["split", "led"])
 

@@ -27,6 +27,8 @@ def build(entry: Algorithm, n: int, root: int, *, ordered: bool = True, **how: o
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("kind", "entry"), ORDERED)
 def test_they_are_proved_to_add_in_rank_order(kind: Collective, entry: Algorithm, n: int) -> None:
+    if not entry.supports(n):
+        pytest.skip(f"{entry.name} does not support {n} ranks")
     for root in sorted({0, 1, n // 2, n - 1}) if kind in ROOTED else [0]:
         for how in ({}, {"scale": True}, {"stretches": 3 if entry.stretches else 1, "cores": 4}):
             plans = build(entry, n, root, **how)
@@ -38,7 +40,7 @@ def test_they_are_proved_to_add_in_rank_order(kind: Collective, entry: Algorithm
 @pytest.mark.parametrize(("kind", "entry"), ORDERED)
 def test_the_checker_tells_another_order(kind: Collective, entry: Algorithm) -> None:
     """Their plans without the order, and with ranks that have changed places, would give other bits."""
-    if entry.name in ("oneshot", "chain", "reduce_broadcast"):  # they have no other
+    if entry.name in ("oneshot", "chain", "reduce_broadcast", "hypercube"):  # they have no other
         plans = build(entry, 4, 0, ordered=False)
         assert not plans[0].ordered
         check([replace(plan, ordered=True) for plan in plans])

@@ -19,7 +19,7 @@ from hetcoll.plan.ir import Op, Plan
 from hetcoll.plan.rails import Nic
 from hetcoll.plan.simulator import Link, Machine, check, predict
 from hetcoll.plan.topology import RankInfo, Topology
-from hetcoll.plan.tuner import UNLIMITED, among_hosts_of, choose, led, named, table
+from hetcoll.plan.tuner import LOOP_PIECE, UNLIMITED, among_hosts_of, choose, led, named, table
 from hetcoll.types import Collective, DType
 
 ALL = [(k, a) for k, entries in ALGORITHMS.items() for a in entries.values()]
@@ -93,6 +93,8 @@ def test_costs_agree_with_the_simulated_time(algorithm: Algorithm, shape: tuple[
         stated = choose(algorithm.collective, nbytes, topology, algorithm.name).seconds
         if cost.copied:  # what was fitted, and nothing simulates
             stated -= Machine().staging * cost.copied
+        if algorithm.name == "chain" and topology.size > 2:  # so was this
+            stated -= cost.hops * LOOP_PIECE / Machine().shm.bandwidth
         assert 1 / 2.5 < stated / predict(plans, nbytes, topology) < 2.5
 
 

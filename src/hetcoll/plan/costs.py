@@ -164,6 +164,9 @@ COSTS: dict[Collective, dict[str, Callable[[int], Cost]]] = {
         "halving": lambda n: Cost(
             floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, (n - 1) / n, stepwise=True
         ),
+        "hypercube": lambda n: Cost(
+            floor_log2(n), 2 * floor_log2(n), floor_log2(n) / 2, floor_log2(n) / 2, (n - 1) / n, stepwise=True
+        ),
         "ring": lambda n: Cost(n - 1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, (n - 1) / n, NEAR),
     },
     Collective.ALLGATHER: {
@@ -182,6 +185,9 @@ COSTS: dict[Collective, dict[str, Callable[[int], Cost]]] = {
         "binomial": lambda n: Cost(floor_log2(n), ceil_log2(n), 0, ceil_log2(n), ceil_log2(n), NEAR),
         "ring": lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR),
         "chain": lambda n: Cost(n, 2, 1, 1, 1, NEAR, stepwise=True),  # a loop: the root waits for its own term
+        "reduce_scatter_gather": lambda n: Cost(
+            2, 3 * (n - 1), (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, senders=n - 1
+        ),
         "tree": _tree_reduce,
     },
     Collective.GATHER: {"direct": lambda n: Cost(1, n - 1, 0, (n - 1) / n)},
@@ -218,7 +224,7 @@ def levels(collective: Collective, cost: Cost, hosts: Hosts, *, led: bool) -> Le
 def _spans(collective: Collective, cost: Cost, m: int) -> int:
     """In how many pieces a host's ranks exchange a buffer, about: as many as the algorithm names."""
     if collective in ROOTED:
-        return 1 + cost.stepwise
+        return m if cost.reach is Reach.ANYONE and cost.hops > 1 else 1 + cost.stepwise
     return min(m, 1 + cost.messages // (4 if collective in WHOLE else 2))
 
 

@@ -36,6 +36,7 @@ from .topology import Islands, Topology
 UNLIMITED = (1 << 63) - 1
 K = TypeVar("K")
 _TOLD = 3  # others that a reason names
+LOOP_PIECE = 64 << 10  # bytes that a rank of a loop has before it hands them on, about
 
 Line = tuple[float, float]
 """Seconds of an empty message, and a byte's."""
@@ -290,6 +291,9 @@ class _Place:
         hops = 1.5 * (cost.hops - 1) / crowding + 1 if cost.turns else cost.hops
         ends = 2 * cost.hops if link is machine.tcp else 0  # both ends of a hop work over TCP, one after the other
         fixed = hops * latency + max(cost.messages * crowding * mean, ends) * overhead
+        passed = self.collective is Collective.REDUCE and cost.messages <= 2 <= cost.hops  # the sum, from rank to rank
+        if passed and cost.stepwise and self.size > 2:  # in a loop no rank runs ahead
+            fixed += cost.hops * LOOP_PIECE / link.bandwidth
         copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
         if cost.copied > 0:
             copied += cost.copied - (cost.sent if link is machine.shm and not self.claims else 0)
@@ -300,7 +304,8 @@ class _Place:
         work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
         # Cards go on while ranks wait for each other; cores that copy do not. Who waits for one other leaves a shared
         # core to the rest; where several streams meet, all wait.
-        if cost.stepwise and far == 0 and (near or cost.senders > 1 or crowding <= 1 or link is not machine.loopback):
+        waits = cost.stepwise or (passed and link is machine.shm)  # there each wakes the next one for each piece
+        if waits and far == 0 and (near or cost.senders > 1 or crowding <= 1 or link is not machine.loopback):
             work *= machine.stall
         senders = self.next_senders if near else self.senders
         return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * senders)

@@ -279,7 +279,8 @@ class Planner:
     def _able(self, collective: Collective, m: int) -> Callable[[Algorithm], bool]:
         """Says of an algorithm whether `m` ranks with GPUs, or islands of them, can run it."""
         ordered = self.ordered and collective in REDUCING
-        return lambda e: e.stretches is None and e.supports(m) and (e.ordered or not ordered)
+        alike = collective.plain not in AMONG  # shares among islands may be of unequal length
+        return lambda e: e.stretches is None and (alike or not e.equal) and e.supports(m) and (e.ordered or not ordered)
 
     def _chosen_among(self, collective: Collective, nbytes: int, islands: Islands) -> str:
         """The fastest one."""

@@ -34,24 +34,26 @@ def oneshot_allreduce(p: Draft) -> None:
     p.scaled(2, out(), in_rank_order(p, 1, out(), inp(), tmp(), sent))
 
 
-def in_rank_order(p: Draft, lane: int, result: Span, mine: Span, held: Span, sent: int | None = None) -> int | None:
+def in_rank_order(
+    p: Draft, lane: int, result: Span, mine: Span, held: Span, sent: int | None = None, there: int | None = None
+) -> int | None:
     """`result` gets the sum of my term `mine` and of a message of each other rank, added in rank order.
 
     `held` is where the sum grows before it is whole: it may be `result` on ranks 0 and 1, whose own term is among the
-    first two, which may be swapped. `result` is written after `sent`.
+    first two, which may be swapped. `result` is written after `sent`; `mine` is there after `there`.
     """
     last, r = p.size - 1, p.rank
     if r > 1:
         p.recv(lane, held, 0)
         p.recv_reduces(lane, held, held, np.arange(1, r))
         own, rest = held, np.arange(r + 1, p.size)
-        done = p.reduce(lane, held, mine)
+        done = p.reduce(lane, held, mine, after=[there])
         if r == last:
             return p.copy(lane, result, held, after=[sent]) if held != result else done
     else:
         own, rest = mine, np.array(p.others())
     if len(rest) > 1:
-        p.recv_reduce(lane, held, own, int(rest[0]))
+        p.recv_reduce(lane, held, own, int(rest[0]), after=[there])
         p.recv_reduces(lane, held, held, rest[1:-1])
         own = held
     return p.recv_reduce(lane, result, own, int(rest[-1]), after=[sent])
@@ -121,6 +123,26 @@ def reduce(p: Draft) -> None:
         p.scaled(1, out(), in_rank_order(p, 0, out(), inp(), out() if p.rank < 2 else tmp()))
         return
     p.scaled(1, out(), _added(p, 0, out(), inp(), p.ring(1)))
+
+
+@register(Collective.REDUCE, "reduce_scatter_gather", ordered=True)
+def reduce_by_shares(p: Draft) -> None:
+    """Reduce-scatter, and a gather at the root, each in one hop: every rank adds a share of 1/n."""
+    p.units = p.size
+    mine = out(p.rank) if p.rank == p.root else tmp(p.rank)
+    p.sends(0, each(inp, p.ring(1)), p.ring(1))
+    if p.ordered:
+        held = mine if p.rank < 2 else tmp(p.rank)
+        p.scratch_copies = int(tmp(p.rank) in (mine, held))
+        added = in_rank_order(p, 1, mine, inp(p.rank), held)
+    else:
+        p.scratch_copies = int(p.rank != p.root)
+        added = _added(p, 1, mine, inp(p.rank), p.ring(-1))
+    total = p.scaled(2, mine, added)
+    if p.rank == p.root:
+        p.recvs(3, each(out, p.ring(-1)), p.ring(-1), channel=1)
+    else:
+        p.send(3, mine, p.root, channel=1, after=[total])
 
 
 @register(Collective.GATHER, "direct")

@@ -28,9 +28,9 @@ from .base import Algorithm, Draft, each, inp, out, tmp
 
 
 def runs_among(entry: Algorithm) -> bool:
-    """Whether an algorithm is one that runs among hosts: not where it is made for several levels itself, or for the
-    ranks of one host."""
-    return entry.collective in AMONG and not (entry.stretches or entry.levels)
+    """Whether an algorithm is one that runs among hosts: not where it is made for several levels itself, for the ranks
+    of one host, or for shares of one length."""
+    return entry.collective in AMONG and not (entry.stretches or entry.levels or entry.equal)
 
 
 @lru_cache(maxsize=256)

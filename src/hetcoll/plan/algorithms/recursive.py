@@ -8,6 +8,7 @@ rank, sits the rounds out and gets the result back: two more hops.
 from __future__ import annotations
 
 from ...types import Collective
+from ..ir import Span
 from .base import Draft, inp, out, power_of_two, register, tmp
 
 
@@ -96,6 +97,39 @@ def reduce_scatter(p: Draft) -> None:
         ready = p.recv_reduce(1, tmp(keep, half) if half > 1 else out(), total(keep, half), partner)
         total, start, half = tmp, keep, half // 2
     p.scaled(2, out(), ready)
+
+
+@register(Collective.REDUCE_SCATTER, "hypercube", supports=power_of_two, ordered=True, equal=True)
+def reduce_scatter_at_the_end(p: Draft) -> None:
+    """log2 n rounds that swap half of all terms, as an all-to-all on a hypercube does: Johnsson and Ho, "Optimum
+    broadcasting and personalized communication in hypercubes" (IEEE Transactions on Computers, 1989). Nothing is added
+    on the way, so a message is half as long as the input; then each rank adds the terms of its share in the order of
+    ranks."""
+    p.scratch_copies = p.size.bit_length() - 1
+    terms = {p.rank: inp(0, p.size)}  # of every rank heard of, own first: for the shares of those that are to hear it
+    half, room, came = p.size // 2, 0, None
+    while half:
+        partner = p.rank ^ half
+        keep, give = (half, 0) if p.rank & half else (0, half)
+        given = [Span(span.buf, span.start + give, half) for span in terms.values()]
+        whole, ready = given[0], came
+        if len(given) > 1:  # side by side
+            whole = tmp(room, half * len(given))
+            ready = p.copy(2, tmp(room, half), given[0])
+            for i, span in enumerate(given[1:], 1):
+                ready = p.copy(2, tmp(room + half * i, half), span, after=[came])
+            room += whole.count
+        p.send(0, whole, partner, after=[ready])
+        came = p.recv(1, tmp(room, whole.count), partner)
+        terms = {rank: Span(span.buf, span.start + keep, half) for rank, span in terms.items()}
+        terms |= {rank ^ half: tmp(room + half * i, half) for i, rank in enumerate([*terms])}
+        room, half = room + whole.count, half // 2
+    first, *others = (terms[rank] for rank in range(p.size))
+    total = out() if p.rank == 0 else first
+    added = p.copy(2, total, first, after=[came])
+    for term in others:
+        added = p.reduce(2, total, term)
+    p.scaled(3, out(), added if p.rank == 0 else p.copy(2, out(), total))
 
 
 @register(Collective.ALLGATHER, "doubling", supports=power_of_two)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ...types import Collective
 from .base import Draft, each, inp, out, register, tmp
+from .direct import in_rank_order
 
 _STRETCH_BYTES = 2 << 20
 _MOST_STRETCHES = 64
@@ -20,20 +21,25 @@ _MOST_STRETCHES = 64
     Collective.ALLREDUCE,
     "staged",
     stretches=lambda nbytes, _: min(max(1, nbytes // _STRETCH_BYTES), _MOST_STRETCHES),
+    ordered=True,
 )
 def allreduce(p: Draft) -> None:
     """Of each stretch a copy, then reduce-scatter and all-gather, each in one hop. The last stretch, whose length may
-    be another, has a place of its own. In place, sums come only after all of the stretch was copied: they hold it."""
+    be another, has a place of its own. In place, sums come only after all of the stretch was copied: they hold it.
+    In rank order a sum grows in a copy of its own."""
     n, last = p.size, p.stretches - 1
-    p.units, p.scratch_copies, p.staged = n * p.stretches, 1, True
+    p.units, p.scratch_copies, p.staged = n * p.stretches, 1 + p.ordered, True
     read: list[int | None] = []  # what the next copy waits for
     for k in range(p.stretches):
         begin, place = n * k, n * k if k == last else 0
         mine = tmp(place + p.rank)
         copied = p.copy(0, tmp(place, n), inp(begin, n), after=read if k < last else ())
         given = p.sends(1, each(tmp, place + p.ring(1)), p.ring(1), after=[copied])
-        reduced = p.recv_reduces(2, mine, mine, p.ring(-1), after=[copied])
-        total = p.scaled(3, mine, int(reduced[-1]))
+        if p.ordered:
+            reduced = in_rank_order(p, 2, mine, mine, tmp(p.units + place + p.rank), copied, copied)
+        else:
+            reduced = int(p.recv_reduces(2, mine, mine, p.ring(-1), after=[copied])[-1])
+        total = p.scaled(3, mine, reduced)
         shown = p.sends(4, mine, p.ring(1), channel=1, after=[total])
         p.recvs(5, each(out, begin + p.ring(-1)), p.ring(-1), channel=1)
         read = [int(given[-1]), int(shown[-1]), p.copy(6, out(begin + p.rank), mine, after=[total])]

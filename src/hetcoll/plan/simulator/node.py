@@ -103,7 +103,8 @@ def lengths(plan: Plan, span: Span | None, rank: int | None = None) -> list[tupl
         buf = plan.scratch_like
         start %= plan.units(buf)
     me, kind, n, end = plan.rank if rank is None else rank, plan.collective, plan.pieces, start + span.count
-    if kind in (Collective.ALLTOALL, Collective.GATHER, Collective.SCATTER, Collective.BARRIER, Collective.P2P):
+    by_share = (Collective.ALLTOALL, Collective.GATHER, Collective.SCATTER, Collective.BARRIER, Collective.P2P)
+    if kind in by_share or plan.equal:
         shares = ((u // n, max(start - u, 0), min(end - u, n)) for u in range(start // n * n, end, n))
         if kind is not Collective.ALLTOALL or plan.equal:
             return [(a, b) for _, a, b in shares]
