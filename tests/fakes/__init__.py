@@ -1,8 +1,10 @@
 """Fakes for the vendors' drivers: shared libraries that the real cuda-python and hip-python call in their place.
 
 `build` makes them from the sources beside this file, with the machine's C++ compiler, into a directory that later
-sessions find again. `environment` says what a process must find in its environment to get them: devices whose memory
-is host memory, whose streams are threads and whose kernels g++ compiles. Every load and store of a kernel is checked.
+sessions find again. It calls the compiler itself, since `make test` on a fresh machine has no CMake outside the
+package's own build, and what CMake would take over are two commands (`_compile_into`). `environment` says what a
+process must find in its environment to get them: devices whose memory is host memory, whose streams are threads and
+whose kernels g++ compiles. Every load and store of a kernel is checked.
 
 Settings (environment variables; ``FAKE_CUDA_<NAME>`` and ``FAKE_HIP_<NAME>`` go before ``FAKE_<NAME>``):
 

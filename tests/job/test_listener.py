@@ -18,13 +18,13 @@ import pytest
 from interrupting import interrupt_at
 
 from hetcoll.config.env import Config, InterfaceFilter
+from hetcoll.config.interfaces import Interface, are_unlike, choose_interfaces, interface_rates
 from hetcoll.errors import AuthenticationError, ClosedError, InitError
 from hetcoll.links.connector import choose_source, order_addresses
 from hetcoll.links.descriptors import host_identity
 from hetcoll.links.edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.links.listener import Listener
 from hetcoll.rendezvous.connections import auth
-from hetcoll.rendezvous.connections.interfaces import Interface, are_unlike, choose_interfaces, interface_rates
 from hetcoll.rendezvous.connections.sockets import receive_exactly, unpace
 
 SECRET = b"s" * 32

@@ -28,15 +28,14 @@ inline constexpr std::size_t kInlineBytes = 40;
 // reclaims it, in order:
 //
 //   free -- fill, stamp --> published -- Open --> open -- Consume, credit --> consumed -- Reclaim --> free
-//                                                                                |  `kept`: not before ...
-//   place      the bytes are in          offset           fragment               |
-//   kLine      the header line           -                -                      -
-//   kSlot      this edge's ring          in the ring      -                      its answer, kReturned, was read
-//   kReturned  the receiver's own ring   in that ring     its index, sent out     -
-//   kLent      its owner's heap          in the segment   the owner's line or 0  `home`: the last one has read it
-//   kPrivate   the sender's process      the address      -                      -
-//   kRecycledSlot    a slot that is given      its number       -                      - (the slot is the receiver's
-//   now)
+//                                                                                  |  `kept`: not before ...
+//   place          the bytes are in         offset          fragment               |
+//   kLine          the header line          -               -                      -
+//   kSlot          this edge's ring         in the ring     -                      its answer, kReturned, was read
+//   kReturned      the receiver's own ring  in that ring    its index, sent out    -
+//   kLent          its owner's heap         in the segment  the owner's line or 0  `home`: the last one has read it
+//   kPrivate       the sender's process     the address     -                      -
+//   kRecycledSlot  a slot that is given     its number      -                      - (the slot is the receiver's now)
 //
 // See private.h for kPrivate and edge.h for kRecycledSlot.
 enum class ShmPlace : std::uint8_t { kLine, kSlot, kReturned, kLent, kPrivate, kRecycledSlot };

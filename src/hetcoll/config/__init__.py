@@ -1,1 +1,1 @@
-"""What the user has set: the one place that reads the environment."""
+"""What the user has set and what the host has: the one place that reads the environment."""

@@ -16,9 +16,9 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from ..config.interfaces import Interface
 from ..errors import AuthenticationError, InitError
 from ..rendezvous.connections.auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
-from ..rendezvous.connections.interfaces import Interface
 from ..rendezvous.connections.secure import Socket
 from ..rendezvous.connections.sockets import settle, spell_address, spell_error, tune, unpace
 from .edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request

@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol
 
 from .. import lifetime
 from ..config.env import Config
+from ..config.interfaces import choose_interfaces, interface_rates
 from ..config.limits import Held
 from ..errors import ClosedError, InitError, spell_ranks
 from ..rendezvous.connections.acceptor import Acceptor
 from ..rendezvous.connections.auth import Service
-from ..rendezvous.connections.interfaces import choose_interfaces, interface_rates
 from ..rendezvous.connections.sockets import BACKLOG, settle, spell_error, unpace
 from .connector import connect_all
 from .edges import ADMITTED, CAME, CONFIRMED, TAKEN, YIELD, Address, Came, EdgeKey, Request

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import hetcoll._native as _native
 
 from ..config.env import INTEGRITY, SHM_READ, SHM_STORES, Config
+from ..config.interfaces import are_unlike
 from ..config.limits import Held, reserve_descriptors
 from ..errors import ArgumentError, ClosedError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import Topology
-from ..rendezvous.connections.interfaces import are_unlike
 from ..rendezvous.connections.secure import detach_all
 from ..rendezvous.control import ControlClient
 from .descriptors import shared_memory

@@ -32,10 +32,10 @@ import time
 from collections.abc import Sequence
 
 from ..config.env import Config, Launch, environment
+from ..config.interfaces import own_hosts
 from ..errors import ArgumentError, BufferTypeError, HetcollError, InitError
 from .connections.announcing import announce, fetch_locally, find_announced, listen_locally, read_id
 from .connections.auth import HANDSHAKE_SECONDS, Response, Service, Verb
-from .connections.interfaces import own_hosts
 from .connections.probe import Search
 from .connections.sockets import BACKLOG, bind_all, resolve, spell_address, spell_error, spells_loopback
 from .control import ControlClient

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..config.env import environment
+from ..config.interfaces import own_hosts
 from ..errors import HetcollError, InitError
 from .connections.announcing import announce, listens_locally
-from .connections.interfaces import own_hosts
 from .connections.probe import connect_store
 from .connections.sockets import SILENT, bind_all, is_itself, spell_address, spell_error, spells_loopback
 from .protocol.exchanges import FEW

@@ -1,8 +1,11 @@
-"""What users of MPI, PyTorch and NCCL type first, and what it is called here."""
+"""What users of MPI, PyTorch and NCCL type first, and what it is called here; and where what has moved is now."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Mapping
+
+from ..plan import IN_IR
 
 NAMES = {
     # mpi4py: capitals take buffers, as calls here do; the lower case takes objects, as those with `_object` do.
@@ -27,6 +30,8 @@ NAMES = {
     # NCCL.
     "all_gather_v": "allgatherv", "destroy": "close", "finalize": "close", "Finalize": "close", "group_start": "group",
     "nranks": "size", "get_async_error": "error", "register_buffer": "register", "register_window": "window",
+    # Ours once.
+    "ask": "allgather_object", "answer": "allgather_object", "leave_answers": "allgather_object",
 }  # fmt: skip
 OF_WORK = {
     "Wait": "wait", "Test": "done", "test": "done", "is_completed": "done", "exception": "error",
@@ -44,6 +49,13 @@ OF_MODULE = {
 """What stands in the place of a whole package's names, in `hetcoll`."""
 MODULES = ("experts", "jax", "serving", "torch")
 """What users import themselves."""
+MOVED = {
+    "algorithms": "plan.algorithms", "devices": "vendors.devices", "launch": "tools.launch", "order": "plan.order",
+    "pipeline": "plan.pipeline", "selection": "runtime.planner", "simulator": "plan.simulator",
+    "topology": "plan.topology", "tuner": "plan.tuner",
+    **{f"plan.{name}": f"plan.ir.{name}" for name in IN_IR},
+}  # fmt: skip
+"""Documented names of `hetcoll` that have moved, and where they are."""
 
 
 class Hint:
@@ -75,10 +87,26 @@ def give_hints(cls: type, names: Mapping[str, str]) -> None:
 def missing(name: str, methods: Container[str]) -> AttributeError:
     """The error for a name that is none of the package's. `methods` are a communicator's own."""
     text = f"module 'hetcoll' has no attribute {name!r}"
-    if name in MODULES:
+    if name in MOVED:
+        text += f"; it is 'hetcoll.{MOVED[name]}' now"
+    elif name in MODULES:
         text += f"; write import hetcoll.{name}"
     elif name in OF_MODULE:
         text += f"; it is 'hetcoll.{OF_MODULE[name]}' here"
     elif (method := NAMES.get(name, name)) in methods and not name.startswith("_"):
         text += f"; it is {method!r} of a communicator, which hetcoll.init() makes"
     return AttributeError(text, name=name)
+
+
+class _Moved:
+    """Asked for a module that nothing else has found, it finds none either, but says where one is that has moved."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        package, _, old = name.partition(".")
+        if package == "hetcoll" and old in MOVED:
+            # Without the error's `name`, for which `from hetcoll import launch` would make an error of its own.
+            raise ModuleNotFoundError(f"No module named {name!r}; it is 'hetcoll.{MOVED[old]}' now")
+
+
+sys.meta_path.append(_Moved())

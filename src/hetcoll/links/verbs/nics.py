@@ -8,8 +8,8 @@ from pathlib import Path
 from socket import AF_INET, AddressFamily
 
 from ...config.env import Config
+from ...config.interfaces import list_interfaces
 from ...plan.rails import ETHERNET, MOST_RAILS, Nic
-from ...rendezvous.connections.interfaces import list_interfaces
 from .library import UnavailableError, load
 from .pci import Distance, between, device_folder, to_cores
 from .ports import Gid, Port, choose_ports, list_names, list_ports

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...config.env import environment
+from ...config.interfaces import choose_interfaces
 from ...errors import HetcollError
-from ...rendezvous.connections.interfaces import choose_interfaces
 from .finding import Finding, Level
 
 _SHM = Path("/dev/shm")

@@ -9,8 +9,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ...config.variables import InterfaceFilter
-from ...errors import InitError
+from ..errors import InitError
+from .variables import InterfaceFilter
 
 # ioctls and flags of linux/sockios.h and linux/if.h
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
