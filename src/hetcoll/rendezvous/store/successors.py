@@ -39,6 +39,8 @@ class Successors:
         self._ranks: set[Member] = set()  # those of a group; who waits to be taken in is none of the job's processes
         self._firm: set[Member] = set()  # of these all but newcomers whose group has yet to meet
         self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
+        self._sought: set[Member] = set()  # successors of stores before: who has yet to come looks for these
+        self._found = False  # perhaps: one of them fell silent, and may serve
         self._unsure: list[Member] = []  # who came before this store was sure to serve
         self._begun = self._due = self._fixed = False
         self.told = b""
@@ -88,6 +90,7 @@ class Successors:
         self._unsure.append(member)
         if places:
             self._places[member] = places
+            self._sought.add(member)
 
     def confirm(self) -> None:
         """This store serves: those who came to it may rely on that. Others may have been told another list by now."""
@@ -116,16 +119,18 @@ class Successors:
             return
         self._places.pop(member, None)
         self._sure_until = 0.0
-        counted = member in self._ranks
-        self._ranks.discard(member)
-        self._firm.discard(member)
+        counted, sought = member in self._ranks, member in self._sought
+        for some in (self._ranks, self._firm, self._sought):
+            some.discard(member)
         self._refresh_soon()
         if counted and not silent:
             self._least -= 1
         if silent and counted:
             self._silent += 1
             self._after(F64.pack(SILENCES), self._forget_silence)
-            away = self._silent + self._missing
+        if silent and (counted or sought):
+            self._found = self._found or sought
+            away = self._silent + self._missing(self._found)
             if self._begun and away > len(self._firm):
                 count = away + len(self._firm)
                 self.cut_off = f"{away} of {count} processes fell silent, and may go on without this part"
@@ -138,15 +143,16 @@ class Successors:
             return False
         here = sum(map(self.reaches, self._firm))
         away = self._silent + len(self._firm) - here
-        if away and away + self._missing > here:
+        found = self._found or not all(map(self.reaches, self._sought))
+        if (away or found) and away + self._missing(found) > here:
             return True
         self._sure_until = now + _SURE
         return False
 
-    @property
-    def _missing(self) -> int:
-        """How many have yet to come from the store before. They find nobody without some of those that came."""
-        if self._certain:
+    def _missing(self, found: bool) -> int:
+        """How many have yet to come from the store before, and may go on elsewhere. Where no store before lives they
+        find nobody but one of its list: one that came here and is away (`found`), or has yet to come itself."""
+        if self._certain and not (found or self._fixed):
             return 0
         return max(0, self._least - self._silent - len(self._ranks))
 
