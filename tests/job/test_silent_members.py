@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from heard import Heard, count
 
-from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, Op, pack
+from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, Op, pack, unpack
 from hetcoll.rendezvous.store.groups import Groups
-from hetcoll.rendezvous.store.successors import Successors
+from hetcoll.rendezvous.store.successors import _GATHER, SILENCES, Successors
 
 DECISIONS = {
     Op.EXCHANGE: (b"tag", pack([b"shared"]), pack([]), b""),
@@ -111,3 +113,44 @@ def test_a_newcomer_with_the_store_is_none_of_those_that_were_told_of(host: Hear
         assert not successors.cut_off
         successors.drop(member, silent=True)
     assert bool(successors.cut_off) is not bool(host.ranks), "two are here, two fell silent, and one has yet to come"
+
+
+def test_who_comes_when_nobody_is_expected_any_more_brings_no_others() -> None:
+    """Or the number that is told would be too high for ever, and nobody more than half of it one day."""
+    later = dict[float, Callable[[], None]]()
+
+    def after(seconds: bytes, action: Callable[[], None]) -> None:
+        later[F64.unpack(seconds)[0]] = action
+
+    successors = Successors(pack((b"charge",)), after)
+    host, first, late = Heard("rank 1", world=1), Heard("rank 2", world=2), Heard("rank 3")
+    for member in (host, first):
+        successors.take_back(member, member is host, b"where it listens", pack((count(5),)))
+    successors.confirm()
+    later[SILENCES]()
+    successors.take_back(late, False, b"", pack((count(5),)))
+    successors.confirm()
+    for _ in range(2):  # it is asked to listen, and says nothing
+        later[_GATHER]()
+    assert unpack(first.told[-1][1])[0] == count(1)
+
+
+def test_a_newcomer_is_not_one_of_those_that_have_yet_to_come() -> None:
+    """Or those might be more than half of what was told, together with others that lose the store."""
+    later = list[Callable[[], None]]()
+    successors = Successors(pack((b"charge",)), lambda _, action: later.append(action))
+    members, newcomer = [Heard(f"rank {rank}", world=rank) for rank in range(4)], Heard("a newcomer")
+    for member in members:
+        successors.take_back(member, member is members[0], b"where it listens", pack((count(5),)))
+    successors.confirm()
+    successors.release()
+    successors.add(newcomer)
+    newcomer.ranks[b"larger"] = 4
+    successors.grow()
+    assert unpack(newcomer.told[-1][1])[0] == count(5, 1), "five without this store's, of which one has yet to come"
+    successors.begin([*members, newcomer])
+    for member in members[2:]:
+        successors.drop(member, silent=True)
+    assert not successors.cut_off, "three are here, two fell silent, and one has yet to come"
+    successors.drop(members[1], silent=True)
+    assert successors.cut_off == "4 of 6 processes fell silent, and may go on without this part"

@@ -72,11 +72,12 @@ class Successors:
             self._tell()
             self._refresh_soon()
 
-    def _count(self, member: Member) -> bool:
-        """Whether a member is one of the job's processes now and was not."""
+    def _count(self, member: Member, *, returns: bool = False) -> bool:
+        """Whether a member is one of the job's processes now and was not. One that `returns` was told of before."""
         more = bool(member.ranks) and member not in self._ranks
         if more:
             self._ranks.add(member)
+            self._least += self._least > 0 and not returns
         return more
 
     def take_back(self, member: Member, hosts: bool, places: bytes, told: bytes) -> None:
@@ -85,7 +86,7 @@ class Successors:
         self._members[member] = hosts
         self._fixed = self._fixed or not self._begun
         self.told = self.told or told
-        if told:
+        if told and (self._least > 0 or not self._begun):  # not once those are forgotten
             self._least = max(self._least, U32.unpack_from(unpack(told)[0])[0])
         self._unsure.append(member)
         if places:
@@ -94,7 +95,7 @@ class Successors:
 
     def confirm(self) -> None:
         """This store serves: those who came to it may rely on that. Others may have been told another list by now."""
-        more = [member for member in self._unsure if self._count(member)]
+        more = [member for member in self._unsure if self._count(member, returns=True)]
         self._firm.update(more)
         for member in self._unsure:
             member.send(Op.SUCCESSORS, b"" if self._fixed else self.told)
