@@ -154,3 +154,24 @@ def test_a_newcomer_is_not_one_of_those_that_have_yet_to_come() -> None:
     assert not successors.cut_off, "three are here, two fell silent, and one has yet to come"
     successors.drop(members[1], silent=True)
     assert successors.cut_off == "4 of 6 processes fell silent, and may go on without this part"
+
+
+@pytest.mark.parametrize("serves", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("silent", [False, True])
+def test_who_came_and_died_is_not_expected_any_more(serves: bool, silent: bool) -> None:
+    """Nor because another one comes, that was told of it. But who fell silent may be elsewhere."""
+    successors = Successors(pack((b"charge",)), lambda *_: None, certain=False)
+    members = [Heard(f"rank {rank}", world=rank) for rank in range(5)]
+    for member in members[:4]:
+        successors.take_back(member, member is members[0], b"where it listens", pack((count(5),)))
+    if serves:
+        successors.confirm()
+    successors.drop(members[3], silent)
+    members[3].ranks.clear()
+    successors.take_back(members[4], False, b"where it listens", pack((count(5),)))
+    successors.confirm()
+    successors.release()
+    assert unpack(members[1].told[-1][1])[0] == count(4 if silent else 3, silent, silent and serves)
+    successors.drop(members[4], silent=True)
+    successors.drop(members[2], silent=True)
+    assert bool(successors.cut_off) is silent, "two are here, and two fell silent"

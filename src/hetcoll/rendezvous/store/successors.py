@@ -47,7 +47,8 @@ class Successors:
         """The last SUCCESSORS, which all members heard."""
         self._sure_until = 0.0  # there is no doubt
         self._silent = 0  # ranks that fell silent of late
-        self._least = 0  # ranks that may be, but for the one with the store before this one, as they were told there
+        self._before = 0  # ranks but for the one with the store before this one, as they were told there
+        self._since = 0  # newcomers, less those that died
         self.cut_off = ""
         """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
 
@@ -77,7 +78,7 @@ class Successors:
         more = bool(member.ranks) and member not in self._ranks
         if more:
             self._ranks.add(member)
-            self._least += self._least > 0 and not returns
+            self._since += not returns
         return more
 
     def take_back(self, member: Member, hosts: bool, places: bytes, told: bytes) -> None:
@@ -86,8 +87,8 @@ class Successors:
         self._members[member] = hosts
         self._fixed = self._fixed or not self._begun
         self.told = self.told or told
-        if told and (self._least > 0 or not self._begun):  # not once those are forgotten
-            self._least = max(self._least, U32.unpack_from(unpack(told)[0])[0])
+        if told and (self._before or not self._begun):  # not once those are forgotten
+            self._before = max(self._before, U32.unpack_from(unpack(told)[0])[0])
         self._unsure.append(member)
         if places:
             self._places[member] = places
@@ -124,8 +125,8 @@ class Successors:
         for some in (self._ranks, self._firm, self._sought):
             some.discard(member)
         self._refresh_soon()
-        if counted and not silent:
-            self._least -= 1
+        if not silent and (counted or (member in self._unsure and member.ranks)):
+            self._since -= 1
         if silent and counted:
             self._silent += 1
             self._after(F64.pack(SILENCES), self._forget_silence)
@@ -157,6 +158,11 @@ class Successors:
             return 0
         return max(0, self._least - self._silent - len(self._ranks))
 
+    @property
+    def _least(self) -> int:
+        """How many ranks may be, whether they have come or not, for as long as that matters."""
+        return self._before and self._before + self._since
+
     def _forget_silence(self) -> None:
         """If that one had gone on elsewhere, with more than half of the job, this store had given up by now."""
         self._silent -= 1
@@ -164,7 +170,7 @@ class Successors:
 
     def _forget_before(self) -> None:
         """Who has not come by now does not."""
-        self._least = 0
+        self._before = 0
         self.release()
         self._refresh_soon()
 
