@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from heard import Heard, count
 from ranks import wait_until
 
 from hetcoll.rendezvous import succession
@@ -19,29 +20,13 @@ from hetcoll.rendezvous.protocol.keys import Member
 from hetcoll.rendezvous.protocol.news import StoreLost
 from hetcoll.rendezvous.protocol.routes import pack_up
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
-from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, FrameReader, Op, Status, pack, unpack
+from hetcoll.rendezvous.protocol.wire import F64, Frame, FrameReader, Op, Status, pack, unpack
 from hetcoll.rendezvous.store import server as store
 from hetcoll.rendezvous.store.groups import Groups
 from hetcoll.rendezvous.store.returns import Claim
 from hetcoll.rendezvous.store.successors import Successors
 from hetcoll.rendezvous.store.tree import Tree
 from hetcoll.rendezvous.uplink import TOKEN_BYTES, Entry, Kind, pack_places
-
-
-class Heard:
-    """A member that notes what it is told."""
-
-    def __init__(self, name: str, **ranks: int) -> None:
-        self.name, self.ranks = name, {group.encode(): rank for group, rank in ranks.items()}
-        self.told: list[tuple[Op, bytes]] = []
-
-    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None:
-        self.told.append((op, body))
-
-
-def count(processes: int, elsewhere: int = 0, silent: int = 0) -> bytes:
-    """Of the first ones so many are on other hosts than the store, and so many fell silent."""
-    return b"".join(map(U32.pack, (processes, elsewhere, silent)))
 
 
 def test_a_job_that_goes_on_knows_its_successors_though_a_newcomer_has_not_answered() -> None:
@@ -132,74 +117,6 @@ def test_who_missed_a_list_goes_to_the_same_successor_as_the_others() -> None:
     successors.take_back(others[2], False, b"", old)
     successors.confirm()
     assert others[2].told[-1] == others[0].told[-1]
-
-
-DECISIONS = {
-    Op.EXCHANGE: (b"tag", pack([b"shared"]), pack([]), b""),
-    Op.SHRINK: (U32.pack(1),),
-    Op.AGREE: (U32.pack(1), I64.pack(1)),
-    Op.GROW: (U32.pack(1), U32.pack(1), b"told"),
-}
-
-
-@pytest.mark.parametrize("op", DECISIONS)
-def test_nothing_is_decided_while_more_than_half_may_be_elsewhere(op: Op) -> None:
-    """All said it before the store was stopped, or cut off, and may have asked another one since."""
-    now = [0.0]
-    groups = Groups(lambda: now[0], charge=pack((b"charge",)))
-    members, newcomer = [Heard(f"rank {rank}") for rank in range(3)], Heard("a newcomer")
-
-    def ask(who: Heard, op: Op, *fields: bytes) -> None:
-        groups.handle(who, Frame(op, 0, 1, pack((*fields, F64.pack(9.0)))))
-
-    for rank, member in enumerate(members):
-        ask(member, Op.JOIN, WORLD, U32.pack(rank), U32.pack(3), bytes([rank == 0]))
-    for member in members:
-        ask(member, Op.EXCHANGE, WORLD, b"where", pack([b"shared"]), pack([]), b"")
-    ask(newcomer, Op.ADMIT)
-    for member in members:
-        member.told.clear()
-    groups.successors.reaches = lambda member: member is members[0]
-    for member in members:
-        ask(member, op, WORLD, *DECISIONS[op])
-    now[0] += 1.0
-    groups.tick()
-    assert all(Op.REPLY not in dict(member.told) for member in members)
-    groups.successors.reaches = lambda member: member is not members[2]
-    now[0] += 1.0
-    groups.tick()
-    assert all(Op.REPLY in dict(member.told) for member in members)
-
-
-@pytest.mark.parametrize("certain", [False, True], ids=["the store before may live", "it is dead"])
-def test_those_that_fell_silent_may_be_with_one_that_has_yet_to_come(certain: bool) -> None:
-    """Of six processes one hosted the store before, and one did not come to the next: two of four are no half."""
-    successors = Successors(pack((b"charge",)), lambda *_: None, certain=certain)
-    members = [Heard(f"rank {rank}", world=rank) for rank in range(4)]
-    for member in members:
-        successors.take_back(member, member is members[0], b"", pack((count(5),)))
-    successors.confirm()
-    assert not successors.doubts()
-    successors.drop(members[3], silent=True)
-    assert not successors.doubts(), "three of five"
-    successors.reaches = lambda member: member is not members[2]
-    successors._sure_until = 0.0
-    assert successors.doubts() is not certain
-    successors.drop(members[2], silent=True)
-    assert bool(successors.cut_off) is not certain
-
-
-@pytest.mark.parametrize("host", [Heard("rank 0", world=0), Heard("a newcomer")], ids=lambda host: host.name)
-def test_a_newcomer_with_the_store_is_none_of_those_that_were_told_of(host: Heard) -> None:
-    successors = Successors(pack((b"charge",)), lambda *_: None, certain=False)
-    members = [host, *(Heard(f"rank {rank}", world=rank) for rank in range(1, 5))]
-    for member in members:
-        successors.take_back(member, member is host, b"", pack((count(5),)))
-    successors.confirm()
-    for member in members[3:]:
-        assert not successors.cut_off
-        successors.drop(member, silent=True)
-    assert bool(successors.cut_off) is not bool(host.ranks), "two are here, two fell silent, and one has yet to come"
 
 
 class Dropped(Groups):

@@ -74,6 +74,7 @@ FOUND = {
         *(99501195, 99501218),  # whom the store before had lost was taken for one of more than half
         99202422,  # the store was in a newcomer's process, and one more of the job had yet to come than was thought
         *(99501236, 99501288),  # those that fell silent found others that had yet to come, and were more than half
+        101037142,  # the same, where the store before was dead: that one looked by its list for one that fell silent
     ),
     "vanish": (
         *(663, 728),  # a successor passed by one that was about to notice

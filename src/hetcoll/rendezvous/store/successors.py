@@ -39,13 +39,16 @@ class Successors:
         self._ranks: set[Member] = set()  # those of a group; who waits to be taken in is none of the job's processes
         self._firm: set[Member] = set()  # of these all but newcomers whose group has yet to meet
         self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
+        self._sought: set[Member] = set()  # successors of stores before: who has yet to come looks for these
+        self._found = False  # perhaps: one of them fell silent, and may serve
         self._unsure: list[Member] = []  # who came before this store was sure to serve
         self._begun = self._due = self._fixed = False
         self.told = b""
         """The last SUCCESSORS, which all members heard."""
         self._sure_until = 0.0  # there is no doubt
         self._silent = 0  # ranks that fell silent of late
-        self._least = 0  # ranks that may be, but for the one with the store before this one, as they were told there
+        self._before = 0  # ranks but for the one with the store before this one, as they were told there
+        self._since = 0  # newcomers, less those that died
         self.cut_off = ""
         """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
 
@@ -70,11 +73,12 @@ class Successors:
             self._tell()
             self._refresh_soon()
 
-    def _count(self, member: Member) -> bool:
-        """Whether a member is one of the job's processes now and was not."""
+    def _count(self, member: Member, *, returns: bool = False) -> bool:
+        """Whether a member is one of the job's processes now and was not. One that `returns` was told of before."""
         more = bool(member.ranks) and member not in self._ranks
         if more:
             self._ranks.add(member)
+            self._since += not returns
         return more
 
     def take_back(self, member: Member, hosts: bool, places: bytes, told: bytes) -> None:
@@ -83,15 +87,16 @@ class Successors:
         self._members[member] = hosts
         self._fixed = self._fixed or not self._begun
         self.told = self.told or told
-        if told:
-            self._least = max(self._least, U32.unpack_from(unpack(told)[0])[0])
+        if told and (self._before or not self._begun):  # not once those are forgotten
+            self._before = max(self._before, U32.unpack_from(unpack(told)[0])[0])
         self._unsure.append(member)
         if places:
             self._places[member] = places
+            self._sought.add(member)
 
     def confirm(self) -> None:
         """This store serves: those who came to it may rely on that. Others may have been told another list by now."""
-        more = [member for member in self._unsure if self._count(member)]
+        more = [member for member in self._unsure if self._count(member, returns=True)]
         self._firm.update(more)
         for member in self._unsure:
             member.send(Op.SUCCESSORS, b"" if self._fixed else self.told)
@@ -116,16 +121,18 @@ class Successors:
             return
         self._places.pop(member, None)
         self._sure_until = 0.0
-        counted = member in self._ranks
-        self._ranks.discard(member)
-        self._firm.discard(member)
+        counted, sought = member in self._ranks, member in self._sought
+        for some in (self._ranks, self._firm, self._sought):
+            some.discard(member)
         self._refresh_soon()
-        if counted and not silent:
-            self._least -= 1
+        if not silent and (counted or (member in self._unsure and member.ranks)):
+            self._since -= 1
         if silent and counted:
             self._silent += 1
             self._after(F64.pack(SILENCES), self._forget_silence)
-            away = self._silent + self._missing
+        if silent and (counted or sought):
+            self._found = self._found or sought
+            away = self._silent + self._missing(self._found)
             if self._begun and away > len(self._firm):
                 count = away + len(self._firm)
                 self.cut_off = f"{away} of {count} processes fell silent, and may go on without this part"
@@ -138,17 +145,23 @@ class Successors:
             return False
         here = sum(map(self.reaches, self._firm))
         away = self._silent + len(self._firm) - here
-        if away and away + self._missing > here:
+        found = self._found or not all(map(self.reaches, self._sought))
+        if (away or found) and away + self._missing(found) > here:
             return True
         self._sure_until = now + _SURE
         return False
 
-    @property
-    def _missing(self) -> int:
-        """How many have yet to come from the store before. They find nobody without some of those that came."""
-        if self._certain:
+    def _missing(self, found: bool) -> int:
+        """How many have yet to come from the store before, and may go on elsewhere. Where no store before lives they
+        find nobody but one of its list: one that came here and is away (`found`), or has yet to come itself."""
+        if self._certain and not (found or self._fixed):
             return 0
         return max(0, self._least - self._silent - len(self._ranks))
+
+    @property
+    def _least(self) -> int:
+        """How many ranks may be, whether they have come or not, for as long as that matters."""
+        return self._before and self._before + self._since
 
     def _forget_silence(self) -> None:
         """If that one had gone on elsewhere, with more than half of the job, this store had given up by now."""
@@ -157,7 +170,7 @@ class Successors:
 
     def _forget_before(self) -> None:
         """Who has not come by now does not."""
-        self._least = 0
+        self._before = 0
         self.release()
         self._refresh_soon()
 
