@@ -56,7 +56,8 @@ def test_the_fastest_is_chosen_at_each_size_but_for_a_little(one: Measured) -> N
 def test_it_holds_where_ranks_are_placed_so() -> None:
     assert lookup(KIND, cluster(4), [ONE]) == ONE
     assert ONE.rows() == [(math.isqrt(8 * 1024), "tree"), (tuner.UNLIMITED, "ring")]
-    assert ONE.choose(900) == ("ring", 4e-6, "measured with 1024 bytes: ring 4.0 us, tree 5.0 us")
+    told = "measured with 1024 bytes: ring 4.0 us (3.0 predicted), tree 5.0 us, direct (9.0 predicted)"
+    assert ONE.choose(900, {"direct": 9e-6, "ring": 3e-6}) == ("ring", 4e-6, told)
     more = Placed.of(cluster(4, cores=4)), Placed.of(cluster(4, cores=64))
     assert more[0] == more[1], "cores that nobody uses"
     for other in (cluster(5), cluster(4, cores=2), cluster(2, 2), cluster(4, setting="tcp")):

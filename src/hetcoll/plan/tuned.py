@@ -21,7 +21,7 @@ Examples
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,13 +97,19 @@ class Measured(NamedTuple):
         names = [tuner.look_up(rows, nbytes) for nbytes in self.nbytes]
         return tuple(self.seconds[name][i] / min(t[i] for t in self.seconds.values()) for i, name in enumerate(names))
 
-    def choose(self, nbytes: int) -> tuner.Choice:
-        """As `tuner.choose` has it, by the measured size that is the nearest."""
+    def choose(self, nbytes: int, predicted: Mapping[str, float]) -> tuner.Choice:
+        """As `tuner.choose` has it, by the measured size that is the nearest. `predicted`: `tuner.times`."""
         i = min(range(len(self.nbytes)), key=lambda i: abs(math.log((self.nbytes[i] + 1) / (nbytes + 1))))
         name = tuner.look_up(self.rows(), nbytes)
-        told = sorted((seconds[i], f"{one} {seconds[i] * 1e6:.1f} us") for one, seconds in self.seconds.items())
-        reason = f"measured with {self.nbytes[i]} bytes: {', '.join(text for _, text in told)}"
-        return tuner.Choice(name, self.seconds[name][i], reason)
+        told = sorted((seconds[i], one) for one, seconds in self.seconds.items())
+        told += [(math.nan, one) for one in sorted(predicted, key=predicted.__getitem__) if one not in self.seconds]
+        texts = [
+            one
+            + ("" if math.isnan(took) else f" {took * 1e6:.1f} us")
+            + (f" ({predicted[one] * 1e6:.1f} predicted)" if one in predicted else "")
+            for took, one in told
+        ]
+        return tuner.Choice(name, self.seconds[name][i], f"measured with {self.nbytes[i]} bytes: {', '.join(texts)}")
 
 
 class Between(NamedTuple):

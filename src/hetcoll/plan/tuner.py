@@ -35,7 +35,6 @@ from .topology import Islands, Topology
 
 UNLIMITED = (1 << 63) - 1
 K = TypeVar("K")
-_TOLD = 3  # others that a reason names
 LOOP_PIECE = 64 << 10  # bytes that a rank of a loop has before it hands them on, about
 
 Line = tuple[float, float]
@@ -67,8 +66,7 @@ def choose(
     ArgumentError
         `forced` does not exist, cannot serve this many ranks, or has another order.
     """
-    found = lines(collective, topology, machine, forced, ordered)
-    times = {name: min(fixed + nbytes * slope for fixed, slope in forms) for name, forms in found.items()}
+    found = times(collective, nbytes, topology, forced, machine, ordered)
     if forced is not None:
         entry = find(collective, forced)
         hosts = among_hosts_of(entry, topology, ordered)
@@ -81,15 +79,28 @@ def choose(
                 f"reproducible: HETCOLL_ALGO asks for {collective.label} by {forced}, which does not reduce in the"
                 f" order of ranks; wanted one of {able}"
             )
-        return Choice(forced, times.get(forced, math.nan), "asked for")
+        return Choice(forced, found.get(forced, math.nan), "asked for")
     name = look_up(table(collective, topology, machine=machine, ordered=ordered), nbytes)
-    return Choice(name, times[name], _before(times, name))
+    return Choice(name, found[name], _before(found, name))
 
 
-def _before(times: Mapping[str, float], name: str) -> str:
+def times(
+    collective: Collective,
+    nbytes: int,
+    topology: Topology,
+    forced: str | None = None,
+    machine: Machine | None = None,
+    ordered: bool = False,
+) -> dict[str, float]:
+    """The predicted seconds of each algorithm that can be chosen, or of the one that is `forced`."""
+    found = lines(collective, topology, machine, forced, ordered)
+    return {name: min(fixed + nbytes * slope for fixed, slope in forms) for name, forms in found.items()}
+
+
+def _before(found: Mapping[str, float], name: str) -> str:
     """Why that one is taken, for people."""
-    others = sorted((t, other) for other, t in times.items() if other != name)
-    told = ", ".join(f"{other} ({t * 1e6:.1f} us)" for t, other in others[:_TOLD])
+    others = sorted((t, other) for other, t in found.items() if other != name)
+    told = ", ".join(f"{other} ({t * 1e6:.1f} us)" for t, other in others)
     return f"before {told}" if told else "the only one"
 
 

@@ -72,7 +72,9 @@ class Kept(OrderedDict[K, T]):
 
 
 class Explanation(NamedTuple):
-    """What a call will use. `seconds` is the cost model's prediction (nan when it has none).
+    """What a call will use. `seconds` is what it took when `hetcoll tune` measured it, or else the cost model's
+    prediction (nan when it has none). `reason` has the same of each algorithm that could be taken, and both where there
+    are both.
 
     `transport` is what carries its data now. `paths` says of each rank of another host, in words, over which devices
     it is reached, what they did so far, and what is wrong with those that are not used; and of each other rank's GPU,
@@ -353,7 +355,8 @@ class Planner:
         form, told = self.compression.explain(collective, nbytes, compress)
         forced = self.compressing(collective) if form else self._forced.get(collective)
         if (measured := self._measured(collective)) is not None:
-            choice = measured.choose(nbytes)
+            predicted = tuner.times(collective, nbytes, topology, None, self._machine, self.ordered)
+            choice = measured.choose(nbytes, predicted)
         else:
             choice = tuner.choose(collective, nbytes, topology, forced, self._machine, ordered=self.ordered)
         if self.ordered and collective in REDUCING:
