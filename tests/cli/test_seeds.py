@@ -25,6 +25,7 @@ import seeds_models
 
 PIECES = ("--batch", "4", "--pieces", "2")
 TINY = ("--models", "tiny", "--turns", "1", "--steps", "2")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("fakes", marks=pytest.mark.fakes)])
 
 
 @pytest.fixture
@@ -127,10 +128,13 @@ def test_what_comes_wrong_fails(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert "WRONG: hetcoll, allgather of 4096 B: 3 elements" in found.told
 
 
-def test_latency_over_slow_links(run: Any) -> None:
+@DEVICES
+def test_latency_over_slow_links(run: Any, device: str) -> None:
+    fakes.require("both" if device == "fakes" else None)
     with netns.network(2):  # or the test is skipped
         pass
-    found = run("latency", "--rounds", "1", "--peers", "--sizes", "8", "1048576", "--budget-ms", "20")
+    sizes = ("--sizes", "8", "1048576", "--budget-ms", "20")
+    found = run("latency", "--device", device, "--rounds", "1", "--peers", *sizes)
     assert found.status == 0
     assert [(row["bytes"], row["published, µs"]) for row in found.table] == [("8 B", "175"), ("1 MiB", "3370")]
     assert (
@@ -210,11 +214,10 @@ def test_a_token_that_differs_fails(run: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("fakes", marks=pytest.mark.fakes)])
+@DEVICES
 def test_decoding_in_parts_gives_the_tokens_of_one_process(run: Any, device: str) -> None:
     import_torch()
-    if device == "fakes":
-        fakes.require("both")
+    fakes.require("both" if device == "fakes" else None)
     found = run("inference", "--device", device, "--models", "tiny", "--tokens", "8")
     assert found.status == 0
     assert [row["how"] for row in found.table] == ["one process", "tensor parallel", "pipeline parallel"]
@@ -236,10 +239,24 @@ def test_halves_of_cpus(run: Any, words: list[str]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_a_pipeline_whose_stages_are_wide_between_hosts(run: Any) -> None:
+@pytest.mark.fakes
+def test_halves_over_fakes_of_two_vendors(run: Any) -> None:
     import_torch()
+    fakes.require("both")
+    found = run("halves", "--device", "fakes", "--way", "ddp", *TINY)
+    assert found.status == 0
+    assert "fakes of both vendors' GPUs, whose times mean nothing" in found.heading
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@DEVICES
+def test_a_pipeline_whose_stages_are_wide_between_hosts(run: Any, device: str) -> None:
+    import_torch()
+    fakes.require("both" if device == "fakes" else None)
     with netns.network(2):  # or the test is skipped
         pass
-    found = run("forwarding", "--only", "3", "--rate", "1gbit", *TINY)
+    which = {"cpu": "3", "fakes": "2"}[device]  # Gloo has no GPUs, so there is one way less
+    found = run("forwarding", "--device", device, "--only", which, "--rate", "1gbit", *TINY)
     assert found.status == 0
     assert found.table[0]["how"] == "by the CPU for the pipeline only, all cards"
