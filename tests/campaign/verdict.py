@@ -33,7 +33,7 @@ def judge(program: Program, reports: Sequence[Report | str]) -> list[str]:
     alive = {}
     for rank, report in enumerate(reports):
         if isinstance(report, str):
-            if not (report.startswith("died") and rank in victims and kind in ("kill", "exit", "joining")):
+            if not (report.startswith("died") and rank in victims and kind in ("kill", "exit", "exec", "joining")):
                 problems.append(f"rank {rank} {report}")
         elif report.problem:
             problems.append(f"rank {rank}: {report.problem}")
