@@ -92,6 +92,7 @@ LOSING["exec"] = 0  # a third of those that were to be killed, below
 FAILING = {"abort": 65, "mismatch": 55, "interrupt": 45}  # all ranks live, and all calls fail
 WAITING = {"absent": 3, "stop": 2}  # the same, when the timeout is over
 PERHAPS = {"spoil": 25, "files": 15, "memory": 12, "sizes": 10, "joining": 8}  # right results, or an error everywhere
+PERHAPS["truncate"] = 0  # a third of those of which messages were to be spoiled, below
 ATTACKS = CUT | HARMLESS | LOSING | FAILING | WAITING | PERHAPS
 RDMA = ("cables", "cables", "nothing", "links", "kill", "raise", "close", "abort", "mismatch", "interrupt", "absent")
 NETWORK = {*CUT, "slow", "lossy", "blink"}  # hosts are network namespaces, joined by two networks
@@ -111,6 +112,8 @@ def draw(seed: int, only: str = "") -> Program:
     becoming = random.Random(f"{seed} becomes")
     if kind == "kill" and becoming.random() < 1 / 3:
         kind = "exec"
+    if kind == "spoil" and random.Random(f"{seed} is cut off").random() < 1 / 3:
+        kind = "truncate"
     kind = random.Random(f"{seed} over RDMA").choice(RDMA) if rdma else only or kind
     devices = _devices(rng, size, kind)
     hosts, env = _links(rng, size, kind, devices)
@@ -216,6 +219,9 @@ def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str,
         env["HETCOLL_FAULT"] = f"{word},rank={rng.randrange(size)}"
         if word.startswith("corrupt"):
             env |= {"HETCOLL_INTEGRITY": "all", "HETCOLL_TRANSPORT": "tcp"}
+    if kind == "truncate":  # the stream of each of a rank's links ends there, mostly in the middle of a message
+        env |= {"HETCOLL_FAULT": f"truncate={10 ** (5.5 * rng.random()):.0f},rank={rng.randrange(size)}"}
+        env["HETCOLL_TRANSPORT"] = "tcp"
     if "drop" in env.get("HETCOLL_FAULT", ""):
         env["HETCOLL_TIMEOUT"] = str(TIMEOUT)
     if kind in CUT:
