@@ -85,13 +85,15 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
 
 
 def _truncated(program: Program, told: dict[int, Phase]) -> list[str]:
-    """Whom ranks name where a stream has ended: the one that sent it, or one that left, since that was in a part."""
+    """Whom ranks name where a stream has ended: the one that sent it; or one that was told so of a part, or a window,
+    and then left. A tagged message goes over two ranks' own communicator, where either may have that number."""
     sender = int(program.env["HETCOLL_FAULT"].split("rank=")[1])
-    may = {sender, *(rank for rank, phase in told.items() if phase.part)}
+    may = {sender, *(rank for rank, phase in told.items() if phase.part or phase.lost == sender)}
     return [
         f"rank {rank}: {phase.error} {phase.text} names {phase.lost}, wanted one of {sorted(may)}"
         for rank, phase in told.items()
-        if phase.error == LOST and not phase.part and phase.lost not in may
+        if phase.error == LOST and not phase.part
+        if phase.lost not in (range(program.size) if program.steps[phase.step].what == "tagged" else may)
     ]
 
 
