@@ -86,14 +86,17 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
 
 def _truncated(program: Program, told: dict[int, Phase]) -> list[str]:
     """Whom ranks name where a stream has ended: the one that sent it; or one that was told so of a part, or a window,
-    and then left. A tagged message goes over two ranks' own communicator, where either may have that number."""
+    and then left. Any in messages: tagged ones go over two ranks' own communicator, where either may have that number,
+    and of several threads one may hear first that another rank has given up."""
+    lost = {rank: phase for rank, phase in told.items() if phase.error == LOST}
     sender = int(program.env["HETCOLL_FAULT"].split("rank=")[1])
-    may = {sender, *(rank for rank, phase in told.items() if phase.part or phase.lost == sender)}
+    may = {sender, *(rank for rank, phase in lost.items() if phase.part or phase.lost == sender)}
+    if any(program.steps[phase.step].what in ("tagged", "messages") for phase in lost.values()):
+        may = set(range(program.size))
     return [
         f"rank {rank}: {phase.error} {phase.text} names {phase.lost}, wanted one of {sorted(may)}"
-        for rank, phase in told.items()
-        if phase.error == LOST and not phase.part
-        if phase.lost not in (range(program.size) if program.steps[phase.step].what == "tagged" else may)
+        for rank, phase in lost.items()
+        if not phase.part and phase.lost not in may
     ]
 
 
