@@ -69,6 +69,7 @@ void Garbage();
 void FaultSpecs();
 void HarmlessFaults();
 void HarmfulFaults();
+void TruncatedFrames();
 
 // integrity_test.cc
 void Checksums();
@@ -182,6 +183,7 @@ constexpr Scenario kScenarios[] = {
     {"ways: false bands", FalseBands, kAlone},
     {"harmless", HarmlessFaults},
     {"harmful", HarmfulFaults},
+    {"truncated", TruncatedFrames},
     {"mending: what was sent", SentStreams, kAlone},
     {"mending: the kernel's word", AcknowledgedBytes},
     {"mending: resets", ResetSockets},

@@ -272,6 +272,7 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
                            : name == "stall"         ? &spec.stall
                            : name == "corrupt"       ? &spec.corrupt
                            : name == "corrupt_every" ? &spec.corrupt_every
+                           : name == "truncate"      ? &spec.truncate
                            : name == "reset"         ? &spec.reset
                                                      : nullptr;
     if (often != nullptr) {
@@ -284,7 +285,7 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
       if (!number || *number == 0) {
         Refuse(item,
                "duplicate, drop or close = a message's number from 1, or "
-               "stall, corrupt, corrupt_every or reset = a byte's");
+               "stall, corrupt, corrupt_every, truncate or reset = a byte's");
       }
       *which = *number;
     } else if (name == "hold") {
@@ -301,8 +302,8 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
       spec.rank = *number;
     } else {
       Refuse(item,
-             "delay, short, reorder, duplicate, drop, close, stall, hold, corrupt, corrupt_every, reset, rank or seed, "
-             "each = a number");
+             "delay, short, reorder, duplicate, drop, close, stall, hold, corrupt, corrupt_every, truncate, reset, "
+             "rank or seed, each = a number");
     }
   }
   return spec;

@@ -4,7 +4,7 @@
 // and `close` are what none may do; they must end in an error that names the peer, in bounded time, and never in wrong
 // data. Over TCP `corrupt` spoils a byte on the way, beneath the checksums of HETCOLL_INTEGRITY, and `reset` has the
 // kernel reset sockets again and again, which must not change a result either; `corrupt_every` never ends, and must end
-// in an error.
+// in an error, as must `truncate`, which ends a stream where it is, most often in the middle of a frame.
 #pragma once
 
 #include <cstddef>
@@ -38,6 +38,7 @@ struct FaultSpec {
   std::uint64_t close = 0;      // the message before which the link is closed
   std::uint64_t corrupt = 0;    // the byte of what each link sends, counted from 1, of which a bit is turned; 0: none
   std::uint64_t corrupt_every = 0;  // so many bytes behind that, and so on, another one, also of what is sent again
+  std::uint64_t truncate = 0;       // the last byte that each link sends, counted from 1; 0: it goes on
   std::uint64_t reset = 0;          // bytes of what goes over a TCP socket, on average, until it is reset; 0: never
   int rank = -1;                    // the rank whose links misbehave; -1: every rank's
   std::uint64_t seed = 1;
@@ -57,7 +58,8 @@ class FaultInjector {
   // For TCP links, whose bytes a wrapper does not see: FaultSpec::corrupt to FaultSpec::reset.
   TcpFaults tcp() const {
     if (!Applies()) return {};
-    return {spec_.corrupt > 0 ? spec_.corrupt : spec_.corrupt_every, spec_.corrupt_every, spec_.reset, spec_.seed};
+    return {spec_.corrupt > 0 ? spec_.corrupt : spec_.corrupt_every, spec_.corrupt_every, spec_.truncate, spec_.reset,
+            spec_.seed};
   }
 
  private:

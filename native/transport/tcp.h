@@ -29,6 +29,7 @@ namespace hetcoll {
 struct TcpFaults {
   std::uint64_t spoil = 0;        // the byte that each link spoils, the first time
   std::uint64_t spoil_every = 0;  // and so many bytes later the next one, and so on; 0: no further one
+  std::uint64_t truncate = 0;     // the byte behind which each link's stream ends, for good
   std::uint64_t reset = 0;        // so many bytes, on average, go over a socket until it is reset
   std::uint64_t seed = 1;
 };

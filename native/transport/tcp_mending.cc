@@ -345,13 +345,6 @@ void Sockets::ArmReset(Stripe& s) {
   s.until_reset = 1 + (shared_->dice >> 33) % (2 * shared_->faults.reset - 1);
 }
 
-// So many were sent.
-void Sockets::Spend(Stripe& s, std::uint64_t nbytes) {
-  if (shared_->faults.reset == 0 || (s.until_reset -= nbytes) > 0) return;
-  ArmReset(s);
-  if (s.fd >= 0) ResetConnection(s.fd);
-}
-
 void ResetConnection(int fd) {
   sockaddr_storage here{};
   sockaddr_storage there{};

@@ -30,6 +30,7 @@ constexpr int kUnsent = 32 << 10;
 constexpr std::uint64_t kMostUnread = std::uint64_t{8} << 20;
 // Up to here it costs less to copy a message to and from its header than to have the kernel deal with two places.
 constexpr std::size_t kJoined = std::size_t{4} << 10;
+constexpr std::uint64_t kEnded = UINT64_MAX;  // Sockets::until_end_ once HETCOLL_FAULT has ended the stream
 
 // Bytes that the peer's kernel has not acknowledged. A socket that was reset keeps to what it said last.
 std::uint64_t Unacknowledged(int fd) {
@@ -90,7 +91,11 @@ Parts Parts::Cut(std::size_t most) const {
 }
 
 Sockets::Sockets(std::span<const int> fds, const SocketId& first, std::shared_ptr<TcpShared> shared)
-    : first_(first), shared_(std::move(shared)), mends_(shared_->mending != nullptr), spoil_(shared_->faults.spoil) {
+    : first_(first),
+      shared_(std::move(shared)),
+      mends_(shared_->mending != nullptr),
+      spoil_(shared_->faults.spoil),
+      until_end_(shared_->faults.truncate) {
   for (const int fd : fds) {
     spread_ |= Addresses(fd) != Addresses(fds.front());
     stripes_.emplace_back();
@@ -113,7 +118,7 @@ void Sockets::Ready(int fd) const {
 }
 
 void Sockets::NoteOdd() {
-  odd_ = !mends_ || spoil_ > 0 || shared_->faults.reset > 0;
+  odd_ = !mends_ || spoil_ > 0 || until_end_ > 0 || shared_->faults.reset > 0;
   for (const Stripe& s : stripes_) {
     odd_ |= s.fd < 0 || s.behind > 0 || s.owes > 0 || s.asks > 0 || s.unproved || !s.saved.empty();
   }
@@ -136,9 +141,9 @@ ssize_t Sockets::SendOddly(std::uint32_t stripe, const Parts& parts) {
   Stripe& s = stripes_[stripe];
   if (s.unproved) Prove(stripe);
   if (s.owes + s.behind > 0) Flush(stripe);
-  if (Blocks(s)) return -1;
+  if (Blocks(s) || until_end_ == kEnded) return -1;
   if (spoil_ > 0) return SendSpoiled(s, parts);
-  const Parts now = shared_->faults.reset > 0 ? parts.Cut(s.until_reset) : parts;
+  const Parts now = parts.Cut(Undisturbed(s, parts.size()));
   const ssize_t sent = mends_ ? SendKept(s, now) : SendPlain(s, now);
   if (sent > 0) Spend(s, static_cast<std::uint64_t>(sent));
   return sent;
@@ -157,7 +162,7 @@ void Sockets::Queue(std::uint32_t stripe, const Parts& parts) {
   std::byte* place = s.sent.Place(parts.size());
   parts.CopyTo(place != nullptr ? place : MakeRoom(s, parts.size()));
   for (std::size_t left = parts.size(), now = 0; left > 0; left -= now) {
-    now = shared_->faults.reset > 0 ? std::min<std::size_t>(left, s.until_reset) : left;
+    now = Undisturbed(s, left);
     s.sent.Took(now);
     s.behind += now;
     NoteOdd();
@@ -326,6 +331,24 @@ ssize_t Sockets::Stripe::ReceiveInto(std::byte* header, std::size_t head, std::b
   msg.msg_iov = iov;
   msg.msg_iovlen = 2;
   return recvmsg(fd, &msg, MSG_DONTWAIT);
+}
+
+// How many of n bytes may be sent until HETCOLL_FAULT breaks a socket.
+std::size_t Sockets::Undisturbed(const Stripe& s, std::size_t n) const {
+  if (shared_->faults.reset > 0) n = std::min<std::size_t>(n, s.until_reset);
+  return until_end_ > 0 ? std::min<std::size_t>(n, until_end_) : n;
+}
+
+// So many were sent. A stream that ends does so in order, as if this rank had ended it: no socket comes in its place.
+// This rank does not notice, and waits: the other end is to see it first.
+void Sockets::Spend(Stripe& s, std::uint64_t nbytes) {
+  if (until_end_ > 0 && until_end_ != kEnded && (until_end_ -= nbytes) == 0) {
+    until_end_ = kEnded;
+    Shutdown();
+  }
+  if (shared_->faults.reset == 0 || (s.until_reset -= nbytes) > 0) return;
+  ArmReset(s);
+  if (s.fd >= 0) ResetConnection(s.fd);
 }
 
 void Sockets::Close() const {

@@ -158,6 +158,7 @@ class Sockets {
   bool Blocks(const Stripe& s) const;
   void NoteOdd();
   void ArmReset(Stripe& s);
+  std::size_t Undisturbed(const Stripe& s, std::size_t n) const;
   void Spend(Stripe& s, std::uint64_t nbytes);
   [[noreturn]] void Fail(const char* what) const;
   [[noreturn]] void FailUnsent() const;
@@ -169,7 +170,8 @@ class Sockets {
   bool odd_ = true;  // a call takes a longer way: something is to be sent again, nothing is kept, or faults are made
   bool lends_ = false;
   bool spread_ = false;
-  std::uint64_t spoil_;  // the byte of what is sent next, from 1 on, of which a bit is turned; 0: none
+  std::uint64_t spoil_;      // the byte of what is sent next, from 1 on, of which a bit is turned; 0: none
+  std::uint64_t until_end_;  // so many more bytes are sent until HETCOLL_FAULT ends the stream for good; 0: it does not
 };
 
 }  // namespace hetcoll

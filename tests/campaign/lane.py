@@ -126,6 +126,8 @@ class Lane:
                 seat.pipe.send(unique_id)
         reports = self._answers(seats, PATIENCE * ENOUGH, ended)
         problems = judge(program, reports)
+        if program.attack.kind == "exec":
+            problems += [kept for rank in program.attack.victims if (kept := _kept(seats[rank]))]
         there = [seat for seat, report in zip(seats, reports, strict=True) if isinstance(report, Report)]
         for seat in there:
             seat.pipe.send("leave")  # the store's process last, but for what is left of it by then
@@ -199,6 +201,20 @@ class Lane:
                 return [f"processes {sorted(more)} were left behind"]
             time.sleep(0.01)
         return []
+
+
+def _kept(seat: Seat) -> str:
+    """What another program has of the rank that became it: nothing but what the lane gave that."""
+    more = _open(seat.pid, first=3) - _open(os.getpid())
+    return f"the program that a rank became has {sorted(more)}" if more else ""
+
+
+def _open(pid: int, first: int = 0) -> set[str]:
+    found, folder = set(), f"/proc/{pid}/fd"
+    for each in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # it ends, or is closed meanwhile
+            found |= {os.readlink(f"{folder}/{each}")} if int(each) >= first else set()
+    return found
 
 
 _SPOIL = ("files", "memory", "sizes")  # limits stay as they are

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from interrupting import interrupt_at
+from interrupting import act_at, interrupt_at
 from netns import Network
 from ranks import wait_until
 from resetting import destroy, own_connections
@@ -98,8 +98,9 @@ class Player:
                 comm.__exit__(type(error), error, None)  # as a program that does not know what to do
                 raise
         self._join()
-        if self.victim and program.attack.kind == "kill":  # another victim was faster
-            self._die()
+        if self.victim and program.attack.kind in ("kill", "exec"):  # another victim was faster
+            sys.setprofile(None)
+            self._die() if program.attack.kind == "kill" else self._become()
         if comm is None or comm.closed:
             return None
         if program.attack.kind in REGROUPS or program.newcomers:
@@ -180,6 +181,8 @@ class Player:
         """Before the end of the steps what was to happen must have happened."""
         self._join()
         sys.setprofile(None)
+        if self.victim and self.program.attack.kind == "exec":  # there were not so many places
+            self._become()
         while self.victim and self.program.attack.kind == "interrupt":  # Python ignores what is raised in a finalizer
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGINT)
@@ -189,6 +192,18 @@ class Player:
 
     def _kill(self, comm: Comm, step: Step) -> None:
         self._later(self._die)
+
+    def _become(self) -> None:
+        """Another program in this process, which has nothing of the rank's: not its links, nor the store."""
+        program = self.program.attack.how.split()[0]
+        os.execv(f"/bin/{program}", [program, "600"])  # which `true` ignores
+
+    def _exec(self, comm: Comm, step: Step) -> None:
+        place = self.program.attack.how.split()[1:]
+        if place:
+            act_at(int(place[0]), self._become)
+        else:
+            self._later(self._become)
 
     def _exit(self, comm: Comm, step: Step) -> None:
         os._exit(3)

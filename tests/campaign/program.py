@@ -88,9 +88,11 @@ CUT = {
 HARMLESS = {"slow": 4, "lossy": 4, "blink": 4, "nothing": 280, "links": 110, "pause": 60, "signals": 60, "late": 40}
 HARMLESS["resets"] = 0  # of TCP connections, those to the store too: of those to which nothing was to be done, below
 LOSING = {"kill": 70, "exit": 20, "raise": 60, "close": 40}  # victims are gone for the others
+LOSING["exec"] = 0  # a third of those that were to be killed, below
 FAILING = {"abort": 65, "mismatch": 55, "interrupt": 45}  # all ranks live, and all calls fail
 WAITING = {"absent": 3, "stop": 2}  # the same, when the timeout is over
 PERHAPS = {"spoil": 25, "files": 15, "memory": 12, "sizes": 10, "joining": 8}  # right results, or an error everywhere
+PERHAPS["truncate"] = 0  # a third of those of which messages were to be spoiled, below
 ATTACKS = CUT | HARMLESS | LOSING | FAILING | WAITING | PERHAPS
 RDMA = ("cables", "cables", "nothing", "links", "kill", "raise", "close", "abort", "mismatch", "interrupt", "absent")
 NETWORK = {*CUT, "slow", "lossy", "blink"}  # hosts are network namespaces, joined by two networks
@@ -107,6 +109,11 @@ def draw(seed: int, only: str = "") -> Program:
     resetting = random.Random(f"{seed} is reset")
     if kind == "nothing" and resetting.random() < 0.2:
         kind = "resets"
+    becoming = random.Random(f"{seed} becomes")
+    if kind == "kill" and becoming.random() < 1 / 3:
+        kind = "exec"
+    if kind == "spoil" and random.Random(f"{seed} is cut off").random() < 1 / 3:
+        kind = "truncate"
     kind = random.Random(f"{seed} over RDMA").choice(RDMA) if rdma else only or kind
     devices = _devices(rng, size, kind)
     hosts, env = _links(rng, size, kind, devices)
@@ -137,6 +144,9 @@ def draw(seed: int, only: str = "") -> Program:
     placed = random.Random(f"{seed} is placed")
     if kind == "interrupt" and placed.random() < 0.5:
         attack = replace(attack, how=f"{10 ** (3.5 * placed.random()):.0f}")  # places later, in place of a delay
+    if kind == "exec":  # what ends at once, or lives on; places later in place of a delay, or at once
+        place = f" {10 ** (3.5 * becoming.random()):.0f}" if becoming.random() < 0.5 else ""
+        attack = replace(attack, how=becoming.choice(("true", "sleep")) + place)
     newcomers = 0
     if kind in ("nothing", "resets") and rng.random() < 0.1:
         newcomers = rng.randint(1, 2)
@@ -156,7 +166,7 @@ def _devices(rng: random.Random, size: int, kind: str) -> str:
 
 
 def _victims(rng: random.Random, size: int, kind: str) -> tuple[int, ...]:
-    most = 2 if kind == "kill" and size > 3 and rng.random() < 0.3 else 1
+    most = 2 if kind in ("kill", "exec") and size > 3 and rng.random() < 0.3 else 1
     return tuple(sorted(rng.sample(range(size), most)))
 
 
@@ -165,7 +175,7 @@ def _delay(rng: random.Random, kind: str) -> float | None:
         return rng.random() * 0.01
     if kind == "cables":
         return rng.choice((0.0, 3.0)) * rng.random()
-    return rng.random() * 0.01 if kind in ("kill", "abort", "joining") and rng.random() < 0.7 else None
+    return rng.random() * 0.01 if kind in ("kill", "exec", "abort", "joining") and rng.random() < 0.7 else None
 
 
 def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str, dict[str, str]]:
@@ -209,6 +219,9 @@ def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str,
         env["HETCOLL_FAULT"] = f"{word},rank={rng.randrange(size)}"
         if word.startswith("corrupt"):
             env |= {"HETCOLL_INTEGRITY": "all", "HETCOLL_TRANSPORT": "tcp"}
+    if kind == "truncate":  # the stream of each of a rank's links ends there, mostly in the middle of a message
+        env |= {"HETCOLL_FAULT": f"truncate={10 ** (5.5 * rng.random()):.0f},rank={rng.randrange(size)}"}
+        env["HETCOLL_TRANSPORT"] = "tcp"
     if "drop" in env.get("HETCOLL_FAULT", ""):
         env["HETCOLL_TIMEOUT"] = str(TIMEOUT)
     if kind in CUT:

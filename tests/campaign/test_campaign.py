@@ -18,9 +18,9 @@ pytestmark = pytest.mark.fakes  # one seed of fifty wants them
 SEEDS = 2000
 PARTS = 50
 LANES = (os.cpu_count() or 1) + 1
-FOUND = (23961, 24627, 38830)
-"""Later ones, which failed once: shared memory where one rank has little room, NCCL's id for a rank that was gone
-before it came, a timeout with GPUs."""
+FOUND = ((23961, ""), (24627, "kill"), (38830, ""))
+"""Later ones, which failed once, with the attack that another one has replaced since: shared memory where one rank has
+little room, NCCL's id for a rank that was gone before it came, a timeout with GPUs."""
 
 
 def play(seeds: Iterable[int], only: str = "") -> None:
@@ -50,7 +50,8 @@ def test_right_results_or_the_right_errors_and_nothing_left(part: int) -> None:
 
 @HOUSE
 def test_the_same_where_it_went_wrong_once() -> None:
-    play(FOUND * 4)
+    for only in sorted({only for _, only in FOUND}):
+        play([seed for seed, each in FOUND if each == only] * 4, only)
 
 
 @parametrize("kind", sorted(NETWORK), first=1, whole=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -79,3 +80,17 @@ def test_one_id_of_nccl_may_stay_and_no_more() -> None:
     finally:
         for each in ids:
             os.close(each)
+
+
+def test_what_another_program_has_of_the_rank_that_became_it_is_told() -> None:
+    from campaign.lane import _open
+
+    with (
+        open(os.devnull) as kept,
+        open(os.devnull) as closed,
+        subprocess.Popen(["sleep", "600"], pass_fds=[kept.fileno()], stdin=closed) as process,
+    ):
+        try:
+            assert _open(process.pid, first=3) == {os.devnull}
+        finally:
+            process.kill()

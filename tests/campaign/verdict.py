@@ -23,6 +23,7 @@ ALLOWED = {
     "spoil": ("CommunicationError", LOST, LATE, "CollectiveMismatchError"),
     **dict.fromkeys(("files", "memory", "sizes"), ("CommunicationError", LOST, "InitError")),  # the last one in `split`
     "joining": ("InitError", LOST),
+    "truncate": (LOST,),
 }
 
 
@@ -33,7 +34,7 @@ def judge(program: Program, reports: Sequence[Report | str]) -> list[str]:
     alive = {}
     for rank, report in enumerate(reports):
         if isinstance(report, str):
-            if not (report.startswith("died") and rank in victims and kind in ("kill", "exit", "joining")):
+            if not (report.startswith("died") and rank in victims and kind in ("kill", "exit", "exec", "joining")):
                 problems.append(f"rank {rank} {report}")
         elif report.problem:
             problems.append(f"rank {rank}: {report.problem}")
@@ -43,6 +44,7 @@ def judge(program: Program, reports: Sequence[Report | str]) -> list[str]:
         return problems
     told = {rank: phases[0] for rank, phases in alive.items() if rank < program.size}
     problems = [problem for rank, phase in told.items() if (problem := _first(program, rank, phase))]
+    problems += _truncated(program, told) if kind == "truncate" else []
     failed = {rank for rank, phase in told.items() if phase.error}
     last = all(told[rank].step == len(program.steps) - 1 for rank in failed)  # who is through has no next call
     if kind in {*PERHAPS, "half"} and failed and failed != set(told) and not last:
@@ -80,6 +82,22 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
     if kind in LOSING and phase.lost not in victims:
         return f"{what} names {phase.lost}, wanted one of {victims}"
     return ""
+
+
+def _truncated(program: Program, told: dict[int, Phase]) -> list[str]:
+    """Whom ranks name where a stream has ended: the one that sent it; or one that was told so of a part, or a window,
+    and then left. Any in messages: tagged ones go over two ranks' own communicator, where either may have that number,
+    and of several threads one may hear first that another rank has given up."""
+    lost = {rank: phase for rank, phase in told.items() if phase.error == LOST}
+    sender = int(program.env["HETCOLL_FAULT"].split("rank=")[1])
+    may = {sender, *(rank for rank, phase in lost.items() if phase.part or phase.lost == sender)}
+    if any(program.steps[phase.step].what in ("tagged", "messages") for phase in lost.values()):
+        may = set(range(program.size))
+    return [
+        f"rank {rank}: {phase.error} {phase.text} names {phase.lost}, wanted one of {sorted(may)}"
+        for rank, phase in lost.items()
+        if not phase.part and phase.lost not in may
+    ]
 
 
 def _second(program: Program, alive: dict[int, list[Phase]]) -> list[str]:

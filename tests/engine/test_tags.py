@@ -181,6 +181,26 @@ def test_tags_that_fail(launch: Callable[..., Ranks], case: Callable[[hetcoll.Co
     launch(2).run(case)
 
 
+def _to_anyone(comm: hetcoll.Communicator) -> None:
+    if comm.rank == 0:
+        comm.recv(np.zeros(3000, np.int64), hetcoll.ANY_SOURCE, tag=6)
+    elif comm.rank == 1:
+        comm.send(np.ones(3000, np.int64), 0, tag=6)
+    comm.barrier()
+
+
+def _cut_off(comm: hetcoll.Communicator) -> None:
+    """The stream of rank 1 ends in a message that is received from any rank."""
+    with pytest.raises(hetcoll.PeerLostError, match="and rank 1 left while it was needed") as caught:
+        _to_anyone(comm)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("byte", [7, 5000])
+def test_a_message_that_is_cut_off_names_its_sender(launch: Callable[..., Ranks], byte: int) -> None:
+    launch(3, HETCOLL_TRANSPORT="tcp", HETCOLL_FAULT=f"truncate={byte},rank=1").run(_cut_off)
+
+
 def _closed(comm: hetcoll.Communicator) -> None:
     work = comm.recv(np.zeros(4), 1 - comm.rank, tag=3, async_op=True)
     comm.close()

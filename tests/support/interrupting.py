@@ -1,8 +1,9 @@
-"""Ctrl-C at a certain place of the library, and not after a certain time."""
+"""Ctrl-C, or what else ends a rank, at a certain place of the library, and not after a certain time."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,8 +14,17 @@ _LIBRARY = str(Path(hetcoll.__file__).parent)
 
 
 def interrupt_at(count: int) -> None:
-    """From now on this thread, the main one, is interrupted where the interpreter looks for signals for the `count`-th
-    time in the library: as a function begins, or a call of C code ends, whose result is lost then."""
+    """From now on this thread, the main one, is interrupted there: of a call of C code the result is lost."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    act_at(count, interrupt)
+
+
+def act_at(count: int, act: Callable[[], None]) -> None:
+    """On this thread, where the interpreter looks for signals for the `count`-th time from now on in the library: as a
+    function begins, or a call of C code ends."""
     left = count
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -23,6 +33,6 @@ def interrupt_at(count: int) -> None:
             left -= 1
             if left == 0:
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                act()
 
     sys.setprofile(look)

@@ -109,6 +109,19 @@ def test_what_no_transport_may_do_is_an_error_on_every_rank(
             assert isinstance(outcome.error, PeerLostError)
 
 
+@parametrize("tls", ["0", "1"], first=1)
+@parametrize("byte", [20_000, 1, 32, 100_000], first=2)
+def test_a_stream_that_ends_in_the_middle_of_a_message_is_an_error_on_every_rank(
+    launch: Pool, byte: int, tls: str
+) -> None:
+    """Which no new connection mends: an end in order is the peer's."""
+    fault = f"truncate={byte},rank=1"
+    ranks = launch(3, HETCOLL_TRANSPORT="tcp", HETCOLL_TLS=tls, HETCOLL_FAULT=fault, HETCOLL_TIMEOUT="5")
+    for outcome in ranks.outcomes(add_up, 20):
+        assert isinstance(outcome.error, PeerLostError), f"{fault}: {outcome.trace or outcome.value}"
+        assert outcome.seconds < 5
+
+
 def deliver(comm: hetcoll.Communicator, rounds: int) -> None:
     """Rank 0 sends equal-sized messages to rank 1, which checks each."""
     for i in range(rounds):

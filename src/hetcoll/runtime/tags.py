@@ -117,11 +117,12 @@ class Mailbox:
             lines[0].reader.put(lambda: self._run(parcel, lambda: self._read_for(lines[0], parcel)))
         return parcel
 
-    def _run(self, parcel: Parcel, task: Callable[[], None]) -> None:
+    def _run(self, parcel: Parcel, task: Callable[[], None], peer: int | None = None) -> None:
+        """`peer`: whose message the task moves, where the parcel wants any rank's."""
         try:
             task()
         except Exception as error:
-            parcel.end(self.explain(error, parcel))
+            parcel.end(self.explain(error, parcel, peer))
 
     def _write(self, line: Line, parcel: Parcel) -> None:
         pair, other = self._pair(line)
@@ -221,7 +222,7 @@ class Mailbox:
             while line.read < sent:
                 self._read(line)
 
-        line.reader.put(lambda: self._run(parcel, read))
+        line.reader.put(lambda: self._run(parcel, read, line.peer))
 
     def _name(self, peer: int) -> tuple[bytes, list[int]]:
         """Of the communicator of this rank and that one, and its ranks."""
@@ -274,16 +275,18 @@ class Mailbox:
             self._halt()
         return error
 
-    def explain(self, error: Exception, parcel: Parcel) -> Exception:
+    def explain(self, error: Exception, parcel: Parcel, source: int | None = None) -> Exception:
         """What the group has failed with, where two ranks of it had this `error`, which has their numbers as a pair."""
         deadline = time.monotonic() + _REASON
         while isinstance(error, HetcollError) and self.failure() is None and time.monotonic() < deadline:
             time.sleep(SLICE)  # the news of what became of a rank is on its way
         if (known := self.failure()) is not None:
             return known
-        peer = -1 if parcel.wanted is None else parcel.wanted
+        source = parcel.wanted if source is None else source
+        peer = -1 if source is None else source
         if isinstance(error, PeerLostError):
-            return self.fail_all(Kind.PEER_GONE, peer, f"{self} called {parcel._what}, which left while it was needed")
+            who = "which" if source == parcel.wanted else f"and rank {source}"
+            return self.fail_all(Kind.PEER_GONE, peer, f"{self} called {parcel._what}, {who} left while it was needed")
         return self.fail_all(Kind.SYSTEM, peer, f"{self} called {parcel._what}: {type(error).__name__}: {error}")
 
     def fail_all(self, kind: Kind, peer: int, text: str) -> Exception:
