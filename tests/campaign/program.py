@@ -240,16 +240,19 @@ def _network_attack(rng: random.Random, hosts: str, attack: Attack) -> Attack:
 
 def draw_steps(rng: random.Random, size: int, devices: str, most: int, *, part: bool = False) -> tuple[Step, ...]:
     """As many steps for `size` ranks. `part`: of a communicator that is one."""
-    kinds = ("calls",) if set(devices) != {"c"} else ("calls", "messages") if part else tuple(STEPS)
-    weights = [STEPS[kind] for kind in kinds]
-    types = TYPES if set(devices) == {"c"} else WIDE
-    return tuple(_step(rng, kind, size, types) for kind in rng.choices(kinds, weights, k=most))
+    hosts = set(devices) == {"c"}
+    kinds, types = (STEPS, TYPES) if hosts else (STEPS_ON_GPUS, WIDE)
+    if part:
+        kinds = {kind: kinds[kind] for kind in IN_PARTS if kind in kinds}
+    return tuple(_step(rng, kind, size, types) for kind in rng.choices(list(kinds), list(kinds.values()), k=most))
 
 
 STEPS = {
     "calls": 12, "messages": 5, "split": 2, "repeat": 1, "objects": 1, "mistake": 1, "fork": 0.3, "weigh": 0.5,
     "agree": 0.7, "look": 0.5, "put": 0.5, "tagged": 0.5, "near": 0.5,
 }  # fmt: skip
+STEPS_ON_GPUS = {"calls": 12, "messages": 8, "split": 2, "mistake": 0.5, "agree": 0.7, "look": 0.5}
+IN_PARTS = ("calls", "messages")
 
 
 def _step(rng: random.Random, what: str, size: int, types: Sequence[str]) -> Step:
