@@ -251,8 +251,8 @@ STEPS = {
     "calls": 12, "messages": 5, "split": 2, "repeat": 1, "objects": 1, "mistake": 1, "fork": 0.3, "weigh": 0.5,
     "agree": 0.7, "look": 0.5, "put": 0.5, "tagged": 0.5, "near": 0.5,
 }  # fmt: skip
-STEPS_ON_GPUS = {"calls": 12, "messages": 8, "split": 2, "mistake": 0.5, "agree": 0.7, "look": 0.5}
-IN_PARTS = ("calls", "messages")
+STEPS_ON_GPUS = {"calls": 12, "messages": 8, "graphs": 5, "split": 2, "mistake": 0.5, "agree": 0.7, "look": 0.5}
+IN_PARTS = ("calls", "messages", "graphs")
 
 
 def _step(rng: random.Random, what: str, size: int, types: Sequence[str]) -> Step:
@@ -266,6 +266,11 @@ def _step(rng: random.Random, what: str, size: int, types: Sequence[str]) -> Ste
             pairs = [rng.sample(range(size), 2) for _ in range(rng.randint(1, 2 * size))] if size > 1 else []
             edges = [(a, b, rng.choice((0, 1, 30, 2000, 2000, 50_000))) for a, b in pairs]
             return Step(what, (edges, rng.choice(("group", "async", "in turn", "threads"))))
+        case "graphs":
+            cases = [_of_something(draw_case(rng, size, types)) for _ in range(rng.choice((1, 1, 2)))]
+            seeds = [rng.randrange(1 << 20) for _ in range(rng.randint(1, 5))]
+            beside = rng.choice(("nothing", "barrier", "between", "under way"))
+            return Step(what, (cases, seeds, beside, some, rng.choice((0.0, 0.0, 0.002))))
         case "tagged":
             return Step(what, (some, rng.randint(1, 9), rng.choice((1, 3000))))
         case "split":
@@ -346,6 +351,11 @@ def draw_case(rng: random.Random, size: int, types: Sequence[str]) -> Case:
     elif kind is Collective.ALLTOALL and rng.random() < 0.3:
         case = replace(case, collective="alltoallv", inplace=False)
     return case
+
+
+def _of_something(case: Case) -> Case:
+    """Not of nothing, which anything can capture."""
+    return replace(case, count=max(1, case.count), counts=tuple(n or 1 for n in case.counts))
 
 
 def _comparable(rng: random.Random, size: int) -> Step:

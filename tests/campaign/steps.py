@@ -20,6 +20,7 @@ from reference import Case
 
 import hetcoll
 
+from .graphs import graphs
 from .program import Step, draw_steps, values
 from .wider import WIDER, of_part
 
@@ -275,6 +276,7 @@ STEPS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
         calls, fence, hurry, messages, tagged, split, near, repeat, objects, mistake, fork, weigh, agree, look, put,
+        graphs,
     )
 } | WIDER  # fmt: skip
 
