@@ -77,7 +77,7 @@ def graphs(
         beside = "between"  # the fakes of vendors' libraries take a replay and a call as they come, not as launched
     # As of one whose vendor's library averages, which multiplies floats by 1/n before it adds them.
     calls = [Call(comm, replace(case, exact=case.op != "avg" or "int" in case.dtype)) for case in cases]
-    whole = Own(comm, np.ones(_LONG, np.float32))
+    whole = Own(comm, np.ones(_LONG if beside == "under way" else 1000, np.float32))
     with stream_of(comm) as stream, stream_of(comm) as other:
         comm.allreduce(whole.array, stream=stream)  # a library is set up by what no graph captures
         check(comm, whole, comm.size)
@@ -106,7 +106,7 @@ def graphs(
                     return
                 for turn, seed in enumerate(seeds):
                     for call, memory in zip(calls, copies, strict=True):
-                        call.again(seed)
+                        call.again(call.case.seed if call.case.collective == "alltoallv" else seed)  # its counts, too
                         memory.__enter__()
                     if comm.rank == late:
                         time.sleep(seconds)

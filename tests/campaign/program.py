@@ -94,6 +94,7 @@ PERHAPS = {"spoil": 25, "files": 15, "memory": 12, "sizes": 10, "joining": 8}  #
 ATTACKS = CUT | HARMLESS | LOSING | FAILING | WAITING | PERHAPS
 RDMA = ("cables", "cables", "nothing", "links", "kill", "raise", "close", "abort", "mismatch", "interrupt", "absent")
 NETWORK = {*CUT, "slow", "lossy", "blink"}  # hosts are network namespaces, joined by two networks
+NEVER_ON_GPUS = {"links", "interrupt", "cables", "spoil", "files", "memory", "sizes", *NETWORK}  # see `_devices`
 REGROUPS = {*CUT, *LOSING, *FAILING, *WAITING}
 TIMEOUT = 1.0  # seconds, of WAITING and of links that lose messages
 
@@ -149,8 +150,9 @@ _RDMA = {"HETCOLL_TRANSPORT": "verbs", "HETCOLL_IB_BYTES": "128K", "HETCOLL_IB_T
 
 
 def _devices(rng: random.Random, size: int, kind: str) -> str:
-    """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`."""
-    if rng.random() >= 0.02 or size > 4 or kind in {"links", "resets", "interrupt", "cables", *PERHAPS, *NETWORK}:
+    """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`;
+    limits are the fakes', too, whose memory is files."""
+    if rng.random() >= 0.02 or size > 4 or kind in NEVER_ON_GPUS:
         return "c" * size
     return "".join(rng.choice("nnaac") for _ in range(size))
 
