@@ -188,6 +188,8 @@ struct DeviceProgram {
   // What lies in SEND and RECV are messages, which begin at these bytes: each has an area of its own from now on.
   void Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs);
 
+  bool by_copies() const { return !all_local && !all_small; }
+
   std::vector<DeviceAction> actions;
   std::vector<LocalAction> locals;
   std::array<bool, kDeviceLanes> used{};

@@ -165,7 +165,8 @@ class GpuCalls {
       hooks_.refused(fault.what());
     }
     if (!capturing) return false;
-    if (call.program && !call.program->program.all_local && !call.program->program.all_small) {
+    // A collective's part here may be its vendor's library's alone, or nothing, where other ranks' parts are not.
+    if (call.program && (!call.program->p2p || call.program->program.by_copies())) {
       hooks_.captured(call.program, stream);
     } else if (call.kernel || !call.program->messages.empty()) {
       hooks_.captured(nb::none(), stream);

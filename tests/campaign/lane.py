@@ -28,6 +28,7 @@ from ranks import Resources
 import hetcoll
 from hetcoll import lifetime
 from hetcoll.config.env import configuration, environment
+from hetcoll.gpu import lent
 from hetcoll.rendezvous import succession
 from hetcoll.rendezvous.connections import sockets
 
@@ -324,5 +325,6 @@ def _left(before: Resources) -> str:
     while left := Resources.now().left_over(before):
         if time.monotonic() >= deadline:
             return f"afterwards there are still {left}; Python's threads are {threading.enumerate()}"
+        lent.free_left()  # as a next communicator would what others had open for longer than this one
         time.sleep(0.005)
     return ""

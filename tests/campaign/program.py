@@ -96,6 +96,7 @@ PERHAPS["truncate"] = 0  # a third of those of which messages were to be spoiled
 ATTACKS = CUT | HARMLESS | LOSING | FAILING | WAITING | PERHAPS
 RDMA = ("cables", "cables", "nothing", "links", "kill", "raise", "close", "abort", "mismatch", "interrupt", "absent")
 NETWORK = {*CUT, "slow", "lossy", "blink"}  # hosts are network namespaces, joined by two networks
+NEVER_ON_GPUS = {"links", "interrupt", "cables", "spoil", "files", "memory", "sizes", *NETWORK}  # see `_devices`
 REGROUPS = {*CUT, *LOSING, *FAILING, *WAITING}
 TIMEOUT = 1.0  # seconds, of WAITING and of links that lose messages
 
@@ -159,8 +160,9 @@ _RDMA = {"HETCOLL_TRANSPORT": "verbs", "HETCOLL_IB_BYTES": "128K", "HETCOLL_IB_T
 
 
 def _devices(rng: random.Random, size: int, kind: str) -> str:
-    """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`."""
-    if rng.random() >= 0.02 or size > 4 or kind in {"links", "resets", "interrupt", "cables", *PERHAPS, *NETWORK}:
+    """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`;
+    limits are the fakes', too, whose memory is files."""
+    if rng.random() >= 0.02 or size > 4 or kind in NEVER_ON_GPUS:
         return "c" * size
     return "".join(rng.choice("nnaac") for _ in range(size))
 
@@ -253,16 +255,19 @@ def _network_attack(rng: random.Random, hosts: str, attack: Attack) -> Attack:
 
 def draw_steps(rng: random.Random, size: int, devices: str, most: int, *, part: bool = False) -> tuple[Step, ...]:
     """As many steps for `size` ranks. `part`: of a communicator that is one."""
-    kinds = ("calls",) if set(devices) != {"c"} else ("calls", "messages") if part else tuple(STEPS)
-    weights = [STEPS[kind] for kind in kinds]
-    types = TYPES if set(devices) == {"c"} else WIDE
-    return tuple(_step(rng, kind, size, types) for kind in rng.choices(kinds, weights, k=most))
+    hosts = set(devices) == {"c"}
+    kinds, types = (STEPS, TYPES) if hosts else (STEPS_ON_GPUS, WIDE)
+    if part:
+        kinds = {kind: kinds[kind] for kind in IN_PARTS if kind in kinds}
+    return tuple(_step(rng, kind, size, types) for kind in rng.choices(list(kinds), list(kinds.values()), k=most))
 
 
 STEPS = {
     "calls": 12, "messages": 5, "split": 2, "repeat": 1, "objects": 1, "mistake": 1, "fork": 0.3, "weigh": 0.5,
     "agree": 0.7, "look": 0.5, "put": 0.5, "tagged": 0.5, "near": 0.5,
 }  # fmt: skip
+STEPS_ON_GPUS = {"calls": 12, "messages": 8, "graphs": 5, "split": 2, "mistake": 0.5, "agree": 0.7, "look": 0.5}
+IN_PARTS = ("calls", "messages", "graphs")
 
 
 def _step(rng: random.Random, what: str, size: int, types: Sequence[str]) -> Step:
@@ -276,6 +281,11 @@ def _step(rng: random.Random, what: str, size: int, types: Sequence[str]) -> Ste
             pairs = [rng.sample(range(size), 2) for _ in range(rng.randint(1, 2 * size))] if size > 1 else []
             edges = [(a, b, rng.choice((0, 1, 30, 2000, 2000, 50_000))) for a, b in pairs]
             return Step(what, (edges, rng.choice(("group", "async", "in turn", "threads"))))
+        case "graphs":
+            cases = [_of_something(draw_case(rng, size, types)) for _ in range(rng.choice((1, 1, 2)))]
+            seeds = [rng.randrange(1 << 20) for _ in range(rng.randint(1, 5))]
+            beside = rng.choice(("nothing", "barrier", "between", "under way"))
+            return Step(what, (cases, seeds, beside, some, rng.choice((0.0, 0.0, 0.002))))
         case "tagged":
             return Step(what, (some, rng.randint(1, 9), rng.choice((1, 3000))))
         case "split":
@@ -356,6 +366,11 @@ def draw_case(rng: random.Random, size: int, types: Sequence[str]) -> Case:
     elif kind is Collective.ALLTOALL and rng.random() < 0.3:
         case = replace(case, collective="alltoallv", inplace=False)
     return case
+
+
+def _of_something(case: Case) -> Case:
+    """Not of nothing, which anything can capture."""
+    return replace(case, count=max(1, case.count), counts=tuple(n or 1 for n in case.counts))
 
 
 def _comparable(rng: random.Random, size: int) -> Step:

@@ -7,18 +7,20 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from cases import run_sequence
-from gpu_kinds import device_of
+from gpu_kinds import Own, device_of, kinds_of, stream_of
 from on_gpu import OnGpu
 from reference import Case
 
 import hetcoll
 
+from .graphs import graphs
 from .program import Step, draw_steps, values
 from .wider import WIDER, of_part
 
@@ -28,7 +30,7 @@ SECONDS = 20.0  # for what waits for ranks that hear of a failure later
 def calls(comm: Any, flight: list[tuple[Case, bool]], late: int, seconds: float) -> None:
     if comm.rank == late:
         time.sleep(seconds)
-    if {rank.wish for rank in comm.topology.ranks} & {"cuda", "hip"}:
+    if set(kinds_of(comm)) != {"c"}:
         flight = [(_on_gpus(case), False) for case, _ in flight]  # as on GPUs, where arrays are fetched after each
     with on_own(comm) as own:
         run_sequence(own, flight)
@@ -37,15 +39,8 @@ def calls(comm: Any, flight: list[tuple[Case, bool]], late: int, seconds: float)
 @contextlib.contextmanager
 def on_own(comm: Any) -> Iterator[Any]:
     """`comm` for arrays of the host, which go to this rank's GPU and come back where it uses one."""
-    if comm.topology.ranks[comm.rank].wish not in ("cuda", "hip"):
-        yield comm
-        return
-    device = device_of(comm)
-    stream = device.stream()
-    try:
-        yield OnGpu(comm, device, stream)
-    finally:
-        device.destroy_stream(stream)
+    with stream_of(comm) as stream:
+        yield comm if stream is None else OnGpu(comm, device_of(comm), stream)
 
 
 def _on_gpus(case: Case) -> Case:
@@ -59,18 +54,34 @@ def fence(comm: hetcoll.Communicator) -> None:
     comm.barrier()
 
 
+_SET_UP: weakref.WeakSet[hetcoll.Communicator] = weakref.WeakSet()
+
+
+def set_up(comm: hetcoll.Communicator) -> None:
+    """The first call with a GPU's array is all ranks'."""
+    if set(kinds_of(comm)) != {"c"} and comm not in _SET_UP:
+        with on_own(comm) as own:
+            own.allreduce(np.ones(1))
+        _SET_UP.add(comm)
+
+
 def messages(comm: hetcoll.Communicator, edges: list[tuple[int, int, int]], how: str) -> None:
+    set_up(comm)
     mine = [(n, *edge) for n, edge in enumerate(edges) if comm.rank in edge[:2]]
-    sent = {n: values(n, src, dst, count=count) for n, src, dst, count in mine}
-    got = {n: np.zeros(count, np.int64) for n, _, dst, count in mine if dst == comm.rank}
+    right = {n: values(n, src, dst, count=count) for n, src, dst, count in mine}
+    sent = {n: Own(comm, right[n]) for n, src, *_ in mine if src == comm.rank}
+    got = {n: Own(comm, np.zeros(count, np.int64)) for n, _, dst, count in mine if dst == comm.rank}
+    gpus = kinds_of(comm).replace("c", "")
+    if how == "threads" and len(gpus) > len(set(gpus)):
+        how = "in turn"  # a vendor's library takes a rank's messages one after another: those of threads may stand
 
     def move(only: str = "", **how: Any) -> list[hetcoll.Work]:
         works = []
         for n, src, dst, _ in mine:
             if src == comm.rank and only != "recv":
-                works.append(comm.send(sent[n], dst, **how))
+                works.append(comm.send(sent[n].array, dst, **how))
             elif dst == comm.rank and only != "send":
-                works.append(comm.recv(got[n], src, **how))
+                works.append(comm.recv(got[n].array, src, **how))
         return works
 
     if how == "group":
@@ -84,7 +95,8 @@ def messages(comm: hetcoll.Communicator, edges: list[tuple[int, int, int]], how:
 
         def send() -> None:
             try:
-                move("send")
+                with stream_of(comm) as stream:
+                    move("send", stream=stream)
             except BaseException as error:
                 failed.append(error)
 
@@ -98,8 +110,11 @@ def messages(comm: hetcoll.Communicator, edges: list[tuple[int, int, int]], how:
             raise failed[0]
     else:
         move()
-    for n, array in got.items():
-        assert (array == sent[n]).all(), f"message {n} of {edges} is wrong"
+    found = {n: each.get() for n, each in got.items()}
+    if comm.error is not None:  # then streams go on without the data, and the next call says why
+        comm.barrier()
+    for n, array in found.items():
+        assert (array == right[n]).all(), f"message {n} of {edges} is wrong"
 
 
 def tagged(comm: hetcoll.Communicator, root: int, tag: int, count: int) -> None:
@@ -125,7 +140,7 @@ def split(comm: hetcoll.Communicator, colors: list[int | None], backwards: bool,
     members = members[::-1] if backwards else members
     assert (part.size, members[part.rank]) == (len(members), comm.rank)
     with of_part(members), part:
-        for step in draw_steps(random.Random(f"{seed} {color}"), part.size, "c", 3, part=True):
+        for step in draw_steps(random.Random(f"{seed} {color}"), part.size, kinds_of(part), 3, part=True):
             run(part, step)
 
 
@@ -261,6 +276,7 @@ STEPS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
         calls, fence, hurry, messages, tagged, split, near, repeat, objects, mistake, fork, weigh, agree, look, put,
+        graphs,
     )
 } | WIDER  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 import unittest.mock
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from hetcoll.errors import (
     BufferTypeError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    CommunicationError,
     InitError,
     PeerLostError,
 )
@@ -135,6 +138,22 @@ def test_an_abort_ends_the_proof_of_paths(when: str) -> None:
     for outcome in outcomes_of("ac", abort_early, when):
         assert outcome.error is None, outcome.trace
         assert outcome.value < 30
+
+
+def reduce_without_descriptors(comm: hetcoll.Communicator) -> None:
+    if comm.rank == 0:
+        held = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held, held))
+    comm.allreduce(Own(comm, np.ones(5)).array if comm.rank else np.ones(5))
+
+
+def test_a_rank_that_lacks_descriptors_for_the_first_call_is_named() -> None:
+    with start("cn", HETCOLL_TIMEOUT="30") as ranks:
+        for outcome in ranks.outcomes(reduce_without_descriptors, timeout=60):
+            assert type(outcome.error) is CommunicationError, outcome.trace
+            assert "rank 0 in " in str(outcome.error)
+            assert "Too many open files" in str(outcome.error)
+            assert outcome.seconds < 10
 
 
 def leave_while_others_need_it(comm: hetcoll.Communicator, leaver: int) -> None:

@@ -260,6 +260,43 @@ def test_a_rank_without_a_gpu_is_named(gpus: Any) -> None:
         assert said.endswith("got rank 2, which has none"), said
 
 
+def refuse_all(comm: hetcoll.Communicator) -> list[str]:
+    """What is said of calls of which this rank does its part by its vendor's library, or has none."""
+    device = None if "cpu" in str(comm._config.device) else device_of_rank(comm.rank)
+    rank, size = comm.rank, comm.size
+    if device is None:
+        comm.allreduce(np.ones(5, np.float32))
+        return []
+    device.activate()
+    stream, array = device.stream(), DeviceArray.of(device, np.ones(5, np.float32))
+    comm.allreduce(array.buffer(), stream=stream)
+    table = [[int(rank != source and source < 2) for source in range(size)], [0] * size]  # ranks 0 and 1 alone
+    calls: list[Callable[[], object]] = [
+        lambda: comm.allreduce(array.buffer(), stream=stream),
+        lambda: comm.alltoall(
+            array.buffer(0, sum(table[rank > 1])), array.buffer(1, sum(table[rank > 1])),
+            sendcounts=table[rank > 1], recvcounts=table[rank > 1], stream=stream,
+        ),
+    ]  # fmt: skip
+    said = []
+    with Capture(device, stream) as captured:
+        for call in calls:
+            with pytest.raises(ArgumentError) as raised:
+                call()
+            said.append(str(raised.value))
+        device.copy(array.ptr, array.ptr + 4, 4, stream)
+    captured.close()
+    device.destroy_stream(stream)
+    return said
+
+
+def test_all_ranks_refuse_what_one_of_them_cannot_capture(gpus: Any) -> None:
+    """Else some had captured a call that others never make."""
+    for said in gpus("nnnc", "").run(refuse_all)[:3]:
+        assert len(said) == 2
+        assert all(each.endswith("got rank 3, which has none") for each in said), said
+
+
 def test_a_rank_that_is_reached_by_sockets_is_named(gpus: Any) -> None:
     for said in gpus("nn", HETCOLL_CROSS="staged").run(refuse):
         assert said.endswith("got rank 1 (staged, as HETCOLL_CROSS says)"), said

@@ -28,6 +28,10 @@ class Fenced:
         self._raw = np.full(self._end + _FENCE, _FILL, np.uint8)
         self.array: Array = self._raw[self._begin : self._end].view(kind)
 
+    def become(self, other: Fenced) -> None:
+        """What `other` is, which is as long."""
+        self._raw[:] = other._raw
+
     def check(self) -> None:
         assert (self._raw[: self._begin] == _FILL).all(), "the memory before a buffer was written"
         assert (self._raw[self._end :] == _FILL).all(), "the memory behind a buffer was written"
@@ -118,20 +122,49 @@ def _run_once(comm: hetcoll.Communicator, case: Case, async_op: bool) -> bytes:
     return _begin(comm, case, async_op)()
 
 
+class Call:
+    """A call whose arrays stay while what is in them changes."""
+
+    def __init__(self, comm: hetcoll.Communicator, case: Case) -> None:
+        self._comm = comm
+        self._fences, self.send, self.recv = self._fill(case)
+
+    def _fill(self, case: Case) -> tuple[list[Fenced], Any, Any]:
+        rank, size = self._comm.rank, self._comm.size
+        self.case, self._inputs = case, [make_input(case, each, size) for each in range(size)]
+        self._want = expected(case, self._inputs, rank)
+        return _place(case, self._inputs[rank], self._want, rank)
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [array for array in (self.send, self.recv) if array is not None]
+
+    def again(self, seed: int) -> None:
+        """New input, and nothing received yet."""
+        fresh, *_ = self._fill(dataclasses.replace(self.case, seed=seed))
+        for mine, other in zip(self._fences, fresh, strict=True):
+            mine.become(other)
+
+    def begin(self, comm: hetcoll.Communicator, *, async_op: bool = False) -> hetcoll.Work:
+        """`comm` has the same ranks as that of the call, and may take arrays elsewhere."""
+        return _call(comm, self.case, self.send, self.recv, async_op)
+
+    def check(self) -> bytes:
+        """The result, and all that must be as it was. A digest of what came out."""
+        for fence in self._fences:
+            fence.check()
+        _check(self.case, self._comm, self._inputs, self._want, self.send, self.recv)
+        return b"" if self._want is None else zlib.crc32(self.recv.view(np.uint8)).to_bytes(4)
+
+
 def _begin(comm: hetcoll.Communicator, case: Case, async_op: bool) -> Callable[[], bytes]:
     """Start a call; what it gives waits for it, checks all and returns a digest of what came out."""
-    rank, size = comm.rank, comm.size
-    inputs = [make_input(case, each, size) for each in range(size)]
-    want = expected(case, inputs, rank)
-    fences, send, recv = _place(case, inputs[rank], want, rank)
-    work = _call(comm, case, send, recv, async_op)
+    call = Call(comm, case)
+    work = call.begin(comm, async_op=async_op)
 
     def end() -> bytes:
         work.wait()
-        for fence in fences:
-            fence.check()
-        _check(case, comm, inputs, want, send, recv)
-        return b"" if want is None else zlib.crc32(recv.view(np.uint8)).to_bytes(4)
+        return call.check()
 
     return end
 

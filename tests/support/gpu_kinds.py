@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import fakes
@@ -38,7 +40,12 @@ def start_gpus(gpus: str, join: bool = True, **settings: Any) -> Ranks:
 
 
 def has_gpu(comm: hetcoll.Communicator) -> bool:
-    return comm.topology.ranks[comm.rank].wish in VENDOR.values()
+    return kinds_of(comm)[comm.rank] != "c"
+
+
+def kinds_of(comm: hetcoll.Communicator) -> str:
+    """A letter for each rank, as `start` has them, by the device that it was told to use."""
+    return "".join({"cuda": "n", "hip": "a"}.get(rank.wish, "c") for rank in comm.topology.ranks)
 
 
 def device_of(comm: hetcoll.Communicator) -> Device:
@@ -47,15 +54,25 @@ def device_of(comm: hetcoll.Communicator) -> Device:
     return found[comm.rank % len(found)]
 
 
-def run_on_own(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
+@contextmanager
+def stream_of(comm: hetcoll.Communicator) -> Iterator[int | None]:
+    """One of this rank's GPU, if it has one. What is on it is done before it goes."""
     if not has_gpu(comm):
-        return [run_case(comm, case) for case in cases]
+        yield None
+        return
     device = device_of(comm)
     stream = device.stream()
     try:
-        return [run_case(OnGpu(comm, device, stream), case) for case in cases]  # type: ignore[arg-type]
+        yield stream
+        device.synchronize(stream)
     finally:
         device.destroy_stream(stream)
+
+
+def run_on_own(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
+    with stream_of(comm) as stream:
+        own = comm if stream is None else OnGpu(comm, device_of(comm), stream)
+        return [run_case(own, case) for case in cases]  # type: ignore[arg-type]
 
 
 class Own:

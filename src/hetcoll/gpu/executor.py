@@ -116,7 +116,7 @@ class GpuExecutor:
             choices = self._choices = GpuPlanner(planner, share, islands, windows, near)
             slots = near if planner.own_plans else None
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, slots, prepare, seconds)
-            self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
+            self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO, whole=islands.whole)
             undo.callback(self._graphs.close)
             binder = DeviceBinder(self._queue, device, self._edges.of)
             place = (wiring.rank, wiring.size)
@@ -328,9 +328,9 @@ class GpuExecutor:
         raise ArgumentError(f"stream: wanted one of {self._kind}:{self._device.index}: {problem}")
 
     def _captured(self, shape: _native.DeviceShape | None, stream: int) -> None:
-        """A call by copies is about to become a part of a graph; None: one by kernels alone."""
-        if shape is not None and shape.compressed[0]:
-            raise ArgumentError("compress: wanted a call that no graph captures: what it loses is kept elsewhere then")
+        """A call is about to become a part of a graph; None: one by kernels alone."""
+        if shape is not None and self._graphs.by_library(shape):
+            return
         scratch = None if shape is None else self._graphs.prepare(shape, stream)
         if scratch is not None:
             self._calls.set_capture_scratch(scratch)

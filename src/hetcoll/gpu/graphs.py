@@ -19,11 +19,26 @@ if TYPE_CHECKING:
 
 
 class GpuGraphs:
-    """Captured calls of `queue`, whose signals need a word of device memory at `zero` that stays 0."""
+    """Captured calls of `queue`, whose signals need a word of device memory at `zero` that stays 0. `whole`: one
+    library serves all ranks."""
 
-    def __init__(self, device: Device, queue: _native.DeviceQueue, share: GpuShare, edges: GpuEdges, zero: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        queue: _native.DeviceQueue,
+        share: GpuShare,
+        edges: GpuEdges,
+        zero: int,
+        *,
+        whole: bool,
+    ) -> None:
         self._device, self._queue, self._share, self._edges, self._zero = device, queue, share, edges, zero
+        self._whole = whole
         self._memory: PassingMemory | None = None  # once anything was captured
+
+    def by_library(self, shape: _native.DeviceShape) -> bool:
+        """Whether nobody's part of such a call needs anything but the library."""
+        return self._whole and not shape.by_copies
 
     def prepare(self, shape: _native.DeviceShape, stream: int) -> int | None:
         """See to what `shape` needs to be captured on `stream`. Returns new scratch memory for all that is captured
@@ -32,15 +47,19 @@ class GpuGraphs:
         Raises
         ------
         ArgumentError
-            It cannot be captured: some rank has no GPU, or is not reached through mapped memory, or the communicator
-            is in the middle of another capture. It says which.
+            It cannot be captured: it is compressed, or some rank has no GPU, or is not reached through mapped memory,
+            or the communicator is in the middle of another capture. It says which.
         """
+        if shape.compressed[0]:
+            raise ArgumentError("compress: wanted a call that no graph captures: what it loses is kept elsewhere then")
         reason = self._edges.why_not_captured(None if not shape.p2p else shape.edges)
         if reason is not None:
             raise ArgumentError(
                 "stream: a graph is being captured on it; wanted GPUs of one host, as for all calls that they do by"
                 f" copies, {reason}"
             )
+        if not shape.by_copies:
+            return None
         if self._queue.capture_taken(stream):
             raise ArgumentError(
                 "stream: a graph is being captured on it; wanted one capture at a time of calls that GPUs do by copies,"

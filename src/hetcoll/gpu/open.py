@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -74,8 +74,18 @@ class Gpus:
     def on_gpu(self, buffer: Buffer, stream: object, seconds: float) -> GpuExecutor:
         """The way of calls on a GPU's memory, such as `buffer`, of which the first one is on `stream`, and waits so
         long in each step of the setting up."""
-        with self.turn:
+        with self.turn, self._prepared():
             return self.executor or self._make_gpu(buffer, stream, seconds)
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """What this rank's system refuses in the block all ranks are told: they would wait for it."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:  # raised by a signal handler
+                raise
+            raise self._diagnosis.unprepared(error) from error
 
     def _make_gpu(self, buffer: Buffer, stream: object, seconds: float) -> GpuExecutor:
         from .device_of import device_of
@@ -103,7 +113,7 @@ class Gpus:
     def among_gpus(self, seconds: float) -> CpuRank:
         """How a rank without a GPU takes part in the calls of those that have one (`Topology.some_without_gpu`), of
         which the first waits so long in each step of the setting up."""
-        with self.turn:
+        with self.turn, self._prepared():
             return self.cpu_rank or self._make_host(seconds)
 
     def _make_host(self, seconds: float) -> CpuRank:
