@@ -126,6 +126,7 @@ inline void BindDevices(nb::module_& m) {
       .def_prop_ro("moves", &Proxy::moves);
   nb::class_<DeviceShape>(m, "DeviceShape")
       .def_prop_ro("p2p", [](const DeviceShape& s) { return s.p2p; })
+      .def_prop_ro("all_local", [](const DeviceShape& s) { return s.program.all_local; })
       .def_prop_ro("by_copies", [](const DeviceShape& s) { return s.program.by_copies(); })
       .def_prop_ro("edges",
                    [](const DeviceShape& s) {

@@ -38,7 +38,7 @@ class GpuGraphs:
 
     def by_library(self, shape: _native.DeviceShape) -> bool:
         """Whether nobody's part of such a call needs anything but the library."""
-        return self._whole and not shape.by_copies
+        return self._whole and shape.all_local
 
     def prepare(self, shape: _native.DeviceShape, stream: int) -> int | None:
         """See to what `shape` needs to be captured on `stream`. Returns new scratch memory for all that is captured
