@@ -39,6 +39,10 @@ class DeviceLanes {
 
   // The lanes in use begin after what is on `user` now.
   void Fork(const std::array<bool, kDeviceLanes>& used, DeviceStream user);
+  // Destroys what was made; nothing may be under way.
+  void Drop() {
+    for (auto& lane : lanes_) lane.reset();
+  }
   // Whether all work on them is done. A Fault when the device has failed.
   bool Idle() const;
   DeviceEvent end(std::size_t lane) const { return lanes_[lane]->end.get(); }

@@ -257,6 +257,7 @@ struct DeviceShape {
   DeviceCodec codec{};
   std::shared_ptr<const CaptureRecipe> recipe = nullptr;
   std::vector<MessagesKernel> messages = {};
+  bool by_library = false;  // one library carries all of the call, on all ranks
 };
 
 // A collective in one kernel. Its only argument is a struct (devices/kernels/arguments.h) that begins with the
@@ -291,6 +292,11 @@ class DeviceQueue {
 
   // What programs of copies need to be captured; before the first of them is.
   void SetCapture(std::unique_ptr<DeviceCapture> capture);
+  // Destroys the lanes' streams. Nothing may be under way, and nothing is enqueued any more.
+  void DropLanes() {
+    const Current current(*driver_);
+    lanes_.Drop();
+  }
   DeviceCapture* capture() const { return capture_.get(); }
 
   // Enqueues one run over this device memory. It begins after what is on `user` now, and whatever comes on `user` later

@@ -126,7 +126,7 @@ inline void BindDevices(nb::module_& m) {
       .def_prop_ro("moves", &Proxy::moves);
   nb::class_<DeviceShape>(m, "DeviceShape")
       .def_prop_ro("p2p", [](const DeviceShape& s) { return s.p2p; })
-      .def_prop_ro("all_local", [](const DeviceShape& s) { return s.program.all_local; })
+      .def_rw("by_library", &DeviceShape::by_library)
       .def_prop_ro("by_copies", [](const DeviceShape& s) { return s.program.by_copies(); })
       .def_prop_ro("edges",
                    [](const DeviceShape& s) {
@@ -158,6 +158,7 @@ inline void BindDevices(nb::module_& m) {
            "proxy"_a.none() = nb::none(), "near"_a = false)
       .def("set_capture", &PyDeviceQueue::SetCapture, nb::kw_only(), "kernels"_a, "staging"_a, "words"_a, "seen"_a)
       .def("drop_capture", &PyDeviceQueue::DropCapture)
+      .def("drop_lanes", &PyDeviceQueue::DropLanes)
       .def("add_capture_edge", &PyDeviceQueue::AddCaptureEdge, "edge"_a, "slots"_a, "ready"_a, "credit"_a, "count"_a)
       .def("capture_taken", &PyDeviceQueue::CaptureTaken, "stream"_a)
       .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "size"_a, "dtype"_a, "send_count"_a, "recv_count"_a,

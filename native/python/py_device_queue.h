@@ -102,6 +102,12 @@ class PyDeviceQueue {
     queue_.SetCapture(nullptr);
   }
 
+  void DropLanes() {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    queue_.DropLanes();
+  }
+
   void AddCaptureEdge(std::uint16_t edge, Address slots, Address ready, Address credit, unsigned count) {
     std::lock_guard lock(mutex_);
     queue_.capture()->AddEdge(edge, SlotsAt(slots, ready, credit, queue_.slot_bytes(), count));

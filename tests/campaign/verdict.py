@@ -90,13 +90,14 @@ def _truncated(program: Program, told: dict[int, Phase]) -> list[str]:
     and of several threads one may hear first that another rank has given up."""
     lost = {rank: phase for rank, phase in told.items() if phase.error == LOST}
     sender = int(program.env["HETCOLL_FAULT"].split("rank=")[1])
-    may = {sender, *(rank for rank, phase in lost.items() if phase.part or phase.lost == sender)}
-    if any(program.steps[phase.step].what in ("tagged", "messages") for phase in lost.values()):
-        may = set(range(program.size))
+    at = {rank: program.steps[phase.step].what for rank, phase in lost.items()}
+    left = {
+        rank for rank, phase in lost.items() if phase.part or (phase.lost == sender and at[rank] in ("put", "near"))
+    }
     return [
-        f"rank {rank}: {phase.error} {phase.text} names {phase.lost}, wanted one of {sorted(may)}"
+        f"rank {rank}: {phase.error} {phase.text} names {phase.lost}, wanted one of {sorted({sender, *left})}"
         for rank, phase in lost.items()
-        if not phase.part and phase.lost not in may
+        if not phase.part and at[rank] not in ("tagged", "messages") and phase.lost not in {sender, *left}
     ]
 
 

@@ -75,33 +75,10 @@ def test_a_module_that_nobody_has_imported_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
-def test_a_name_that_has_moved_is_answered_by_where_it_is(old: str, new: str) -> None:
-    package, _, name = f"hetcoll.{old}".rpartition(".")
-    wanted = rf"it is 'hetcoll\.{new}' now$"
-    module, _, found = f"hetcoll.{new}".rpartition(".")
-    try:
-        importlib.import_module(f"hetcoll.{new}")
-    except ModuleNotFoundError:  # it is no module
-        assert hasattr(importlib.import_module(module), found)
-    with pytest.raises(ModuleNotFoundError, match=wanted):
-        importlib.import_module(f"hetcoll.{old}")
-    with pytest.raises(ModuleNotFoundError, match=wanted):
-        exec(f"from {package} import {name}")
-    with pytest.raises(ModuleNotFoundError, match=wanted):
-        exec(f"from hetcoll.{old} import anything")
-    with pytest.raises(AttributeError, match=wanted):
-        getattr(importlib.import_module(package), name)
-
-
-def test_modules_that_never_were_are_missing_as_ever() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'hetcoll\.nothing'$"):
-        importlib.import_module("hetcoll.nothing")
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'algorithms'$"):
-        importlib.import_module("algorithms")
-    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
-        exec("from hetcoll.plan import Nothing")
-    with pytest.raises(AttributeError, match=r"module 'hetcoll\.plan' has no attribute 'Nothing'$"):
-        importlib.import_module("hetcoll.plan").Nothing  # noqa: B018
+def test_a_module_that_has_moved_is_answered_by_where_it_is(old: str, new: str) -> None:
+    importlib.import_module(f"hetcoll.{new}")
+    with pytest.raises(AttributeError, match=rf"it is 'hetcoll\.{new}' now$"):
+        getattr(hetcoll, old)
 
 
 def test_help_shows_the_calls_and_their_documents() -> None:

@@ -297,6 +297,41 @@ def test_all_ranks_refuse_what_one_of_them_cannot_capture(gpus: Any) -> None:
         assert all(each.endswith("got rank 3, which has none") for each in said), said
 
 
+def capture_uneven(comm: hetcoll.Communicator) -> str:
+    """What is said of an all-to-all in which rank 2 has no part."""
+    device, rank = device_of_rank(comm.rank), comm.rank
+    device.activate()
+    stream, array = device.stream(), DeviceArray.of(device, np.ones(4, np.float32))
+    counts = [0, 0, 0] if rank == 2 else [int(peer == 1 - rank) for peer in range(3)]
+    n, said = sum(counts), ""
+
+    def call() -> None:
+        comm.alltoall(array.buffer(0, n), array.buffer(2, n), sendcounts=counts, recvcounts=counts, stream=stream)
+
+    call()
+    with Capture(device, stream) as captured:
+        try:
+            call()
+        except ArgumentError as error:
+            said = str(error)
+        device.copy(array.ptr, array.ptr + 4, 4, stream)
+    captured.close()
+    comm.allreduce(array.buffer(), stream=stream)  # a mismatch where some had captured it
+    device.synchronize(stream)
+    device.destroy_stream(stream)
+    return said
+
+
+@pytest.mark.fakes
+@parametrize("algo", ["alltoallv:pairwise", ""], first=1)
+def test_who_has_no_part_in_a_call_refuses_it_as_the_others_do(algo: str) -> None:
+    """Of an island over two hosts, whose library does not run what HETCOLL_ALGO names."""
+    env = {**fakes.environment("cuda", 3), "HETCOLL_HOST_ID": ("a", "b", "b"), "HETCOLL_ISLANDS": "0,1,2"}
+    with contextlib.closing(Ranks(3, {**env, "HETCOLL_ALGO": algo})) as ranks:
+        said = ranks.run(capture_uneven, timeout=60)
+    assert all("wanted GPUs of one host" in each for each in said) if algo else said == [""] * 3, said
+
+
 def test_a_rank_that_is_reached_by_sockets_is_named(gpus: Any) -> None:
     for said in gpus("nn", HETCOLL_CROSS="staged").run(refuse):
         assert said.endswith("got rank 1 (staged, as HETCOLL_CROSS says)"), said

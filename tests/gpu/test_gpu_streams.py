@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import struct
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import fakes
 import numpy as np
 import pytest
 from gpu_calls import device_of_rank, overlap
 from gpu_places import REAL
+from ranks import Ranks
 from thorough import parametrize
 
 import hetcoll
@@ -62,6 +67,35 @@ def test_peers_that_are_late_hold_up_nobody_else(
             ranks.run(first_sum)
             ranks.run(in_turn)
         ranks.run(out_of_turn, own, queues == "32", timeout=100)
+
+
+def own_streams(comm: hetcoll.Communicator, log: str) -> tuple[int, int]:
+    """How many streams there are after sums by slots, and once a communicator is closed that something still holds."""
+
+    def there() -> int:
+        names = [line.split()[-1] for line in Path(log).read_text().splitlines() if line.split()[0] == str(os.getpid())]
+        return names.count("cuStreamCreateWithPriority") - names.count("cuStreamDestroy")
+
+    gc.disable()
+    array = DeviceArray.of(device_of_rank(comm.rank), np.ones(2_500_003, np.float32))
+    part = comm.split(0)
+    assert part is not None
+    part.send(array.buffer(), 1) if comm.rank == 0 else part.recv(array.buffer(), 0)
+    before = there()
+    work = part.allreduce(array.buffer(), async_op=True)
+    work.wait()
+    part.close()
+    return before, there()
+
+
+@pytest.mark.fakes
+def test_streams_are_made_as_they_are_used_and_go_with_the_communicator(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    env = {**fakes.environments(["cuda"] * 2, 2, log=log), "HETCOLL_ISLANDS": "0|1"}
+    with closing(Ranks(2, env, tidy=False)) as ranks:  # the log stays open
+        for before, after in ranks.run(own_streams, str(log)):
+            assert before <= 2, "a message has the caller's stream"
+            assert after == 0
 
 
 def in_turn(comm: hetcoll.Communicator) -> None:

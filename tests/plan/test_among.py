@@ -140,6 +140,8 @@ def test_what_a_user_writes_runs_among_islands() -> None:
 
 
 def test_what_cannot_be_had_is_said() -> None:
+    with pytest.raises(ArgumentError, match="by hypercube is for shares of one length, not among islands"):
+        among(find(Collective.REDUCE_SCATTER, "hypercube"))
     with pytest.raises(ArgumentError, match="gather among islands has one way: that of `islands`"):
         among(find(Collective.GATHER, "direct"))
     with pytest.raises(ArgumentError, match="allgather by doubling does not support 3 islands"):

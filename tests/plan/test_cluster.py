@@ -61,6 +61,8 @@ def drawn(cluster: Cluster, name: str) -> list[Plan]:
 def test_every_example_is_read(path: Path) -> None:
     cluster = read(path.read_text(), str(path))
     assert candidates(cluster, AR)
+    gpus = any(kind.vendor for kind in cluster.kinds)
+    assert ("hypercube" in candidates(cluster, Collective.REDUCE_SCATTER)) <= (not gpus), "islands are not alike"
     assert [cluster.host_of[host[0]] for host in cluster.hosts] == list(range(len(cluster.hosts)))
 
 

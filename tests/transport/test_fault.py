@@ -119,6 +119,7 @@ def test_a_stream_that_ends_in_the_middle_of_a_message_is_an_error_on_every_rank
     ranks = launch(3, HETCOLL_TRANSPORT="tcp", HETCOLL_TLS=tls, HETCOLL_FAULT=fault, HETCOLL_TIMEOUT="5")
     for outcome in ranks.outcomes(add_up, 20):
         assert isinstance(outcome.error, PeerLostError), f"{fault}: {outcome.trace or outcome.value}"
+        assert outcome.error.rank == 1 or outcome.rank == 1, "who sent it names who left then"
         assert outcome.seconds < 5
 
 

@@ -102,6 +102,7 @@ class GpuExecutor:
             undo.callback(device.free, self._state)
             clear(device, self._state, STATE_BYTES)
             self._queue = self._new_queue()
+            undo.callback(self._queue.drop_lanes)
             islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, seconds, capturing)
             undo.callback(islands.close, timeout)
             self._islands = islands
@@ -116,7 +117,7 @@ class GpuExecutor:
             choices = self._choices = GpuPlanner(planner, share, islands, windows, near)
             slots = near if planner.own_plans else None
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, slots, prepare, seconds)
-            self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO, whole=islands.whole)
+            self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
             binder = DeviceBinder(self._queue, device, self._edges.of)
             place = (wiring.rank, wiring.size)
@@ -264,11 +265,12 @@ class GpuExecutor:
             return self.pulls.bind(call, choice.place)
         if choice.by is Mechanism.KERNEL:
             return self._one_kernel.bind(call, choice.name)
-        return self._plans.compile(call, choice)
+        shape = self._plans.compile(call, choice)
+        shape.by_library = self._islands.whole and (bool(choice.mates) or len(choice.islands) == 1)
+        return shape
 
     def look_at_windows(self) -> None:
-        """There are others than before: where the buffers of some calls are counts, at which the fast path does not
-        look."""
+        """There are others: where the buffers of some calls are counts, at which the fast path does not look."""
         self._calls.leave_out(sum(1 << each for each in self._choices.watched))
 
     def bound(
@@ -329,10 +331,9 @@ class GpuExecutor:
 
     def _captured(self, shape: _native.DeviceShape | None, stream: int) -> None:
         """A call is about to become a part of a graph; None: one by kernels alone."""
-        if shape is not None and self._graphs.by_library(shape):
+        if shape is not None and shape.by_library and not shape.by_copies:
             return
-        scratch = None if shape is None else self._graphs.prepare(shape, stream)
-        if scratch is not None:
+        if shape is not None and (scratch := self._graphs.prepare(shape, stream)) is not None:
             self._calls.set_capture_scratch(scratch)
         self._watch.look_for_replays()
 
@@ -372,8 +373,7 @@ class GpuExecutor:
 
     def join(self, stream: object) -> None:
         """What comes on `stream` later begins after everything enqueued so far."""
-        handle = streams.handle(stream, None)
-        self._queue.join(handle)
+        self._queue.join(handle := streams.handle(stream, None))
         if self._float8 is not None:
             self._float8.join(handle)
 

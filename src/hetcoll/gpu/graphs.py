@@ -19,26 +19,11 @@ if TYPE_CHECKING:
 
 
 class GpuGraphs:
-    """Captured calls of `queue`, whose signals need a word of device memory at `zero` that stays 0. `whole`: one
-    library serves all ranks."""
+    """Captured calls of `queue`, whose signals need a word of device memory at `zero` that stays 0."""
 
-    def __init__(
-        self,
-        device: Device,
-        queue: _native.DeviceQueue,
-        share: GpuShare,
-        edges: GpuEdges,
-        zero: int,
-        *,
-        whole: bool,
-    ) -> None:
+    def __init__(self, device: Device, queue: _native.DeviceQueue, share: GpuShare, edges: GpuEdges, zero: int) -> None:
         self._device, self._queue, self._share, self._edges, self._zero = device, queue, share, edges, zero
-        self._whole = whole
         self._memory: PassingMemory | None = None  # once anything was captured
-
-    def by_library(self, shape: _native.DeviceShape) -> bool:
-        """Whether nobody's part of such a call needs anything but the library."""
-        return self._whole and shape.all_local
 
     def prepare(self, shape: _native.DeviceShape, stream: int) -> int | None:
         """See to what `shape` needs to be captured on `stream`. Returns new scratch memory for all that is captured
@@ -52,8 +37,8 @@ class GpuGraphs:
         """
         if shape.compressed[0]:
             raise ArgumentError("compress: wanted a call that no graph captures: what it loses is kept elsewhere then")
-        reason = self._edges.why_not_captured(None if not shape.p2p else shape.edges)
-        if reason is not None:
+        among = self._edges.why_not_captured(None if not shape.p2p else shape.edges)
+        if (reason := None if shape.by_library else among) is not None:
             raise ArgumentError(
                 "stream: a graph is being captured on it; wanted GPUs of one host, as for all calls that they do by"
                 f" copies, {reason}"

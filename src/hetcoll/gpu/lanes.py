@@ -24,8 +24,9 @@ class PassingMemory:
         suffices. The old one stays until `close`: streams may still use it, and graphs know it."""
         if nbytes <= self._scratch_bytes:
             return None
-        self._scratch_bytes = max(nbytes, 2 * self._scratch_bytes)
-        self._held.append(self._device.allocate(self._scratch_bytes))
+        more = max(nbytes, 2 * self._scratch_bytes)
+        self._held.append(self._device.allocate(more))
+        self._scratch_bytes = more
         return self._held[-1]
 
     def close(self) -> None:

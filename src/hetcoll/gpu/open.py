@@ -83,7 +83,7 @@ class Gpus:
         try:
             yield
         except OSError as error:
-            if error.errno is None:  # raised by a signal handler
+            if error.errno is None:  # not the system's: as what a signal handler raises
                 raise
             raise self._diagnosis.unprepared(error) from error
 

@@ -56,6 +56,8 @@ def candidates(cluster: Cluster, collective: Collective) -> list[str]:
     names = []
     known = ALGORITHMS.get(collective.plain, {}) if not inside or _among(cluster, collective) else {}
     for name, entry in known.items():
+        if entry.equal and _of_gpus(cluster) and entry.collective in AMONG:
+            continue  # as `Planner` does
         m = _runners(cluster, entry)
         cost = entry.cost(m) if entry.cost and entry.supports(m) and not (inside and entry.stretches) else None
         if (cost is not None and not cost.turns and not (cost.copied and apart)) or (

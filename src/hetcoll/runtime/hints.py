@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Mapping
-
-from ..plan import IN_IR
 
 NAMES = {
     # mpi4py: capitals take buffers, as calls here do; the lower case takes objects, as those with `_object` do.
@@ -53,9 +50,8 @@ MOVED = {
     "algorithms": "plan.algorithms", "devices": "vendors.devices", "launch": "tools.launch", "order": "plan.order",
     "pipeline": "plan.pipeline", "selection": "runtime.planner", "simulator": "plan.simulator",
     "topology": "plan.topology", "tuner": "plan.tuner",
-    **{f"plan.{name}": f"plan.ir.{name}" for name in IN_IR},
 }  # fmt: skip
-"""Documented names of `hetcoll` that have moved, and where they are."""
+"""Documented modules of `hetcoll` that have moved, and where they are."""
 
 
 class Hint:
@@ -96,17 +92,3 @@ def missing(name: str, methods: Container[str]) -> AttributeError:
     elif (method := NAMES.get(name, name)) in methods and not name.startswith("_"):
         text += f"; it is {method!r} of a communicator, which hetcoll.init() makes"
     return AttributeError(text, name=name)
-
-
-class _Moved:
-    """Asked for a module that nothing else has found, it finds none either, but says where one is that has moved."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        package, _, old = name.partition(".")
-        if package == "hetcoll" and old in MOVED:
-            # Without the error's `name`, for which `from hetcoll import launch` would make an error of its own.
-            raise ModuleNotFoundError(f"No module named {name!r}; it is 'hetcoll.{MOVED[old]}' now")
-
-
-sys.meta_path.append(_Moved())

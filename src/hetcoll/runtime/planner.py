@@ -354,7 +354,7 @@ class Planner:
             )
         form, told = self.compression.explain(collective, nbytes, compress)
         forced = self.compressing(collective) if form else self._forced.get(collective)
-        if (measured := self._measured(collective)) is not None:
+        if not form and (measured := self._measured(collective)) is not None:
             predicted = tuner.times(collective, nbytes, topology, None, self._machine, self.ordered)
             choice = measured.choose(nbytes, predicted)
         else:

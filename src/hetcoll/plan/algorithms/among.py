@@ -27,10 +27,13 @@ def among(entry: Algorithm) -> Algorithm:
     Raises
     ------
     ArgumentError
-        Its collective is none of `AMONG`. `build` raises it where `entry` does not support as many islands.
+        Its collective is none of `AMONG`, or it is for shares of one length. `build` raises it where `entry` does not
+        support as many islands.
     """
     if entry.collective not in AMONG:
         raise ArgumentError(f"{entry.collective.label} among islands has one way: that of `islands`")
+    if entry.equal:
+        raise ArgumentError(f"{entry.collective.label} by {entry.name} is for shares of one length, not among islands")
     return Algorithm(entry.name, entry.collective, partial(_draw, entry), turns=entry.turns, flat=entry)
 
 
