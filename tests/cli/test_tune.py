@@ -111,6 +111,21 @@ def asked_for(comm: hetcoll.Communicator) -> str:
     return comm.explain("allreduce", 64).reason
 
 
+def compressed(comm: hetcoll.Communicator) -> tuple[str, str]:
+    found = comm.explain("allreduce", 64, compress="bf16")
+    return found.algorithm, found.reason
+
+
+def test_what_compresses_is_not_chosen_by_times(launch: Callable[..., Ranks], tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    one = tuned.Measured(Collective.ALLREDUCE, tuned.Placed((1, 1), min(1, cores), "tcp"), (64,), {"ring": (1e-6,)})
+    file = tmp_path / "times.toml"
+    file.write_text(tuned.write(tuned.Tuned((one,)), ["by hand"]))
+    ranks = launch(2, HETCOLL_TUNED=str(file), HETCOLL_HOST_ID=("a", "b"))
+    assert [name for name, _ in ranks.run(chosen)] == ["ring"] * 2
+    assert all(reason.endswith("the one that compresses") for _, reason in ranks.run(compressed))
+
+
 def test_jobs_choose_by_rank_0s(launch: Callable[..., Ranks], tmp_path: Path) -> None:
     (plain, reason), *_ = launch(2, HETCOLL_TUNED="none").run(chosen)
     assert "measured" not in reason
