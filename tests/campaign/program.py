@@ -96,7 +96,7 @@ PERHAPS["truncate"] = 0  # a third of those of which messages were to be spoiled
 ATTACKS = CUT | HARMLESS | LOSING | FAILING | WAITING | PERHAPS
 RDMA = ("cables", "cables", "nothing", "links", "kill", "raise", "close", "abort", "mismatch", "interrupt", "absent")
 NETWORK = {*CUT, "slow", "lossy", "blink"}  # hosts are network namespaces, joined by two networks
-NEVER_ON_GPUS = {"links", "interrupt", "cables", "spoil", "files", "memory", "sizes", *NETWORK}  # see `_devices`
+NEVER_ON_GPUS = {*NETWORK, "links", "interrupt", "cables", "spoil", "truncate", "files", "memory", "sizes"}
 REGROUPS = {*CUT, *LOSING, *FAILING, *WAITING}
 TIMEOUT = 1.0  # seconds, of WAITING and of links that lose messages
 
@@ -161,7 +161,7 @@ _RDMA = {"HETCOLL_TRANSPORT": "verbs", "HETCOLL_IB_BYTES": "128K", "HETCOLL_IB_T
 
 def _devices(rng: random.Random, size: int, kind: str) -> str:
     """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`;
-    limits are the fakes', too, whose memory is files."""
+    limits are the fakes', too, whose memory is files; NCCL keeps an id whose ranks were lost before they met."""
     if rng.random() >= 0.02 or size > 4 or kind in NEVER_ON_GPUS:
         return "c" * size
     return "".join(rng.choice("nnaac") for _ in range(size))
