@@ -74,8 +74,11 @@ class Gpus:
     def on_gpu(self, buffer: Buffer, stream: object, seconds: float) -> GpuExecutor:
         """The way of calls on a GPU's memory, such as `buffer`, of which the first one is on `stream`, and waits so
         long in each step of the setting up."""
-        with self.turn, self._prepared():
-            return self.executor or self._make_gpu(buffer, stream, seconds)
+        with self.turn:
+            if self.executor is not None:
+                return self.executor
+            with self._prepared():
+                return self._make_gpu(buffer, stream, seconds)
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -113,8 +116,11 @@ class Gpus:
     def among_gpus(self, seconds: float) -> CpuRank:
         """How a rank without a GPU takes part in the calls of those that have one (`Topology.some_without_gpu`), of
         which the first waits so long in each step of the setting up."""
-        with self.turn, self._prepared():
-            return self.cpu_rank or self._make_host(seconds)
+        with self.turn:
+            if self.cpu_rank is not None:
+                return self.cpu_rank
+            with self._prepared():
+                return self._make_host(seconds)
 
     def _make_host(self, seconds: float) -> CpuRank:
         from .cpu_rank import CpuRank
