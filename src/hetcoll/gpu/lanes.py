@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
@@ -15,9 +16,13 @@ class PassingMemory:
     up to `slot_bytes`."""
 
     def __init__(self, device: Device, slot_bytes: int) -> None:
-        self._device = device
-        self.staging = device.allocate(_native.STAGED_MESSAGES * slot_bytes)
-        self._held, self._scratch_bytes = [self.staging], 0
+        self._device, self._scratch_bytes, self._undo = device, 0, contextlib.ExitStack()
+        self.staging = self._allocate(_native.STAGED_MESSAGES * slot_bytes)
+
+    def _allocate(self, nbytes: int) -> int:
+        found = self._device.allocate(nbytes)
+        self._undo.callback(self._device.free, found)
+        return found
 
     def scratch(self, nbytes: int) -> int | None:
         """New scratch memory for plans that need so much, at least twice as much as before; None where what there is
@@ -25,14 +30,13 @@ class PassingMemory:
         if nbytes <= self._scratch_bytes:
             return None
         more = max(nbytes, 2 * self._scratch_bytes)
-        self._held.append(self._device.allocate(more))
-        self._scratch_bytes = more
-        return self._held[-1]
+        found = self._allocate(more)
+        self._scratch_bytes = more  # only now: what could not be had is asked for again
+        return found
 
     def close(self) -> None:
         """Give everything back. Nothing may be under way, and no graph may be replayed any more."""
-        for address in self._held:
-            self._device.free(address)
+        self._undo.close()
 
 
 class SideStream:
