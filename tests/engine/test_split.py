@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll import ArgumentError
+from hetcoll.errors import CommunicationError, InitError
+from hetcoll.runtime.regroup import while_whole
 
 Pool = Callable[..., Ranks]
 TRANSPORTS = ("shm", "tcp")
@@ -251,3 +255,23 @@ def _wait_in_vain(comm: hetcoll.Communicator, what: str) -> str:
 @pytest.mark.parametrize("what", ["split", "window"])
 def test_who_waits_for_a_part_hears_that_the_whole_has_failed(launch: Pool, what: str) -> None:
     assert launch(3).run(_wait_in_vain, what) == ["rank 1 called abort(): enough", "", "rank 1 called abort(): enough"]
+
+
+def test_a_part_that_cannot_be_made_since_the_whole_failed_says_what_that_failed_with() -> None:
+    """Whatever the part itself met: its requests were given up in the middle of one step or another."""
+
+    class Whole:
+        engine = SimpleNamespace(failed=False)
+        diagnosis = SimpleNamespace(on_failure=[], error=lambda: hetcoll.AbortedError("rank 0 aborted: enough"))
+        session = SimpleNamespace(control=SimpleNamespace(while_wanted=lambda _: nullcontext(lambda _: None)))
+
+        def fail(self, kind: type[hetcoll.HetcollError]) -> None:
+            self.engine.failed = True
+            self.diagnosis.on_failure[0]()
+            raise kind("the communicator that it was to come from has failed")
+
+    for kind in (InitError, hetcoll.PeerLostError, CommunicationError):
+        whole = Whole()
+        whole.engine.failed = False
+        with pytest.raises(hetcoll.AbortedError, match="enough"), while_whole(whole, b""):  # type: ignore[arg-type]
+            whole.fail(kind)

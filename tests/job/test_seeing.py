@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from calls import f32
@@ -20,6 +21,9 @@ from ranks import Ranks, wait_until
 import hetcoll
 from hetcoll.config.env import Config
 from hetcoll.config.process import configure
+from hetcoll.health.desync_report import Answer
+from hetcoll.health.diagnosis import Diagnosis
+from hetcoll.rendezvous.protocol.news import Query
 
 Launch = Callable[..., Ranks]
 
@@ -48,6 +52,15 @@ def test_the_last_calls_are_told(launch: Launch) -> None:
         assert all(", 4000 B: began " in line for line in lines[:3])
         assert all("took " in line for line in lines)
         assert last.splitlines()[1:] == lines[-1:] or "message #1" in last
+
+
+def test_who_is_still_making_its_communicator_has_no_answer_to_a_question_by_name() -> None:
+    """As `trace` asks them. What it is in, and how much it has called, it can tell."""
+    diagnosis = Diagnosis(SimpleNamespace(), b"", 0, 2)  # type: ignore[arg-type]
+    assert diagnosis.on_event(b"", Query(1, json.dumps("calls").encode())) == b"null"
+    told = diagnosis.on_event(b"", Query(1, json.dumps((0, [])).encode()))
+    assert told is not None
+    assert Answer.decode(told) == Answer(0, {})
 
 
 def call_without_last(comm: hetcoll.Communicator, at: str) -> str:

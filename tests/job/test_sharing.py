@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interrupting import interrupt_at
 from ranks import Job, Ranks, wait_until
 
 import hetcoll._native as _native
@@ -100,6 +103,56 @@ def test_who_dies_while_it_hands_a_descriptor_over_is_lost() -> None:
         came.set()
         with pytest.raises(PeerLostError, match="rank 0 was lost"):
             fetching.result(10)
+
+
+def test_who_never_takes_up_a_connection_is_not_waited_for_once_it_is_lost() -> None:
+    """The system makes the connection, though the process that listens does nothing any more."""
+    name, came = new_name(), threading.Event()
+
+    def check(peers: Collection[int]) -> None:
+        if came.is_set():
+            raise PeerLostError("rank 0 was lost", 0)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind("\0" + name)
+        listener.listen()
+        fetching = pool.submit(receive_fd, name, 1, SECRET, 60.0, 0, check)
+        wait_until(lambda: bool(select.select([listener], [], [], 0)[0]))  # it has connected
+        came.set()
+        with pytest.raises(PeerLostError, match="rank 0 was lost"):
+            fetching.result(30)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of sockets that are dropped
+def test_ctrl_c_anywhere_while_a_descriptor_is_handed_over_leaves_none_open() -> None:
+    """Once the exception is gone; and who was to get it hears of the lost rank, and not of a connection."""
+    memory, finished, count = os.memfd_create("test"), False, 0
+    while not finished:
+        name, over, count = new_name(), threading.Event(), count + 1
+
+        def check(peers: Collection[int], over: threading.Event = over) -> None:
+            if over.is_set():
+                raise PeerLostError("rank 0 was lost", 0)
+
+        with ThreadPoolExecutor(1) as pool:
+            before = len(os.listdir("/proc/self/fd"))
+            fetching = pool.submit(receive_fd, name, 1, SECRET, 60.0, 0, check)
+            try:
+                interrupt_at(count, socket.__file__)
+                share_fd(name, memory, [1], SECRET, 60.0)
+                finished = True
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+                over.set()
+            try:
+                fetching.result(30).close()
+            except PeerLostError:
+                assert not finished
+            assert len(os.listdir("/proc/self/fd")) == before, f"at place {count}"
+    assert count > 20
+    os.close(memory)
 
 
 def test_descriptors_stay_from_strangers_and_absent_ranks_are_named() -> None:

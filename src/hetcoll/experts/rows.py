@@ -61,7 +61,7 @@ def bytes_of(buffer: Buffer) -> Bytes:
         return np.empty(0, np.uint8)
     memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
     memory.owner = buffer.owner  # type: ignore[attr-defined]
-    return np.ctypeslib.as_array(memory)
+    return np.frombuffer(memoryview(memory), np.uint8)
 
 
 class HostRows:

@@ -50,7 +50,7 @@ class WindowBlocks:
         self._read = device.event()  # of what came
         self._end = weakref.finalize(self, _give_back, device, self._read, self._pinned)
         self._end.atexit = False  # the driver's own end takes it
-        pinned = np.ctypeslib.as_array((ctypes.c_uint8 * (words + 8 * size)).from_address(self._pinned))
+        pinned = np.frombuffer(memoryview((ctypes.c_uint8 * (words + 8 * size)).from_address(self._pinned)), np.uint8)
         self._goes, self._came = pinned[:words].view(np.int32).reshape(shape)
         self._bytes = pinned[words:].view(np.int64)
         out = [memory.ptr + self._incoming + rank * self._block for rank in range(size)]

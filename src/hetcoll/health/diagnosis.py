@@ -34,7 +34,6 @@ from ..errors import (
 from ..rendezvous.control import ON_ITS_WAY
 from ..rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
 from .desync_report import (
-    Answer,
     Answers,
     Called,
     behind,
@@ -138,11 +137,10 @@ class Diagnosis:
             engine = self._engine
             if engine is None and not isinstance(event, Query):
                 self._early.append(event)
-        if engine is None:
-            return Answer(0, {}).encode() if isinstance(event, Query) else None
         if isinstance(event, Query):
-            return self.questions.answer(event, self._reporter)
-        self._apply(engine, event)
+            return self.questions.answer(event, None if engine is None else self._reporter)
+        if engine is not None:
+            self._apply(engine, event)
         return None
 
     def _apply(self, engine: _native.Engine, event: Lost | Left | Verdict | StoreLost) -> None:

@@ -32,14 +32,16 @@ class Questions:
         """Of questions that have names: what to answer which rank, as JSON."""
         self._farewell: dict[str, dict[str, Any]] = {}  # see `leave_answers`
 
-    def answer(self, question: Query, reporter: StatusReporter) -> bytes:
-        """On the control connection's thread."""
+    def answer(self, question: Query, reporter: StatusReporter | None) -> bytes:
+        """On the control connection's thread. Without `reporter` the communicator is still being made."""
         asked = json.loads(question.blob)
         if isinstance(asked, str):
-            answer = self.answers.get(asked)
+            answer = None if reporter is None else self.answers.get(asked)
             return json.dumps(None if answer is None else answer(question.rank)).encode()
         if question.rank != self._rank:
             self.asked = time.monotonic()
+        if reporter is None:
+            return Answer(0, {}).encode()
         since, edges = asked
         return reporter.report(since, question.rank, (Edge(*edge) for edge in edges)).encode()
 

@@ -3,8 +3,9 @@
 The descriptor travels over an abstract Unix socket (unix(7), SCM_RIGHTS) whose random name the ranks exchange through
 the store. Both ends must run as the same user (SO_PEERCRED) and prove the job's secret.
 
-Who has a descriptor as a number loses it where Ctrl-C raises between two instructions. So it is a `FileIO` at once: the
-C code of `map` calls nothing between the system's answer and the file, which closes itself when it is dropped.
+Who has a descriptor as a number loses it where Ctrl-C raises between two instructions. So it is a `FileIO` or a
+`SocketType` at once: the C code of `map` calls nothing between the system's answer and these, which close themselves
+when they are dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from io import FileIO
+from operator import itemgetter
 
 from ..errors import AuthenticationError, InitError, spell_ranks
 from ..rendezvous.connections.auth import (
@@ -35,6 +38,8 @@ from ..rendezvous.connections.sockets import peer_is_us, receive_exactly, send_a
 log = logging.getLogger("hetcoll.descriptors")
 
 _RANK, _FD = struct.Struct("<I"), struct.Struct("=i")
+_ACCEPT = socket.SocketType._accept  # type: ignore[attr-defined]
+_OWNER = partial(socket.SocketType, socket.AF_UNIX, socket.SOCK_STREAM, 0)  # in C, as `FileIO` is
 _RETRY = 0.01  # seconds between attempts to reach a socket that is not bound yet
 _POLL = 0.05  # seconds between looks at `check`
 
@@ -101,9 +106,11 @@ def share_fd(
         listener.setblocking(False)
         while missing:
             check(missing)
+            accepted: list[socket.SocketType] = []
             try:
                 wait_ready(listener, select.POLLIN, min(deadline, time.monotonic() + _POLL))
-                sock, _ = listener.accept()
+                accepted.extend(map(_OWNER, map(itemgetter(0), map(_ACCEPT, (listener,)))))
+                missing.discard(_hand_over(accepted[0], fd, secret, missing, deadline))
             except BlockingIOError:
                 continue
             except TimeoutError:
@@ -111,11 +118,12 @@ def share_fd(
                     continue
                 text = f"sharing memory: {spell_ranks(missing)} of this host did not fetch it in {timeout:g} s"
                 raise InitError(text) from None
-            with sock:
-                missing.discard(_hand_over(sock, fd, secret, missing, deadline))
+            finally:
+                for sock in accepted:
+                    sock.close()
 
 
-def _hand_over(sock: socket.socket, fd: int, secret: bytes, missing: set[int], deadline: float) -> int:
+def _hand_over(sock: socket.SocketType, fd: int, secret: bytes, missing: set[int], deadline: float) -> int:
     """Give `fd` to who proves to be one of the `missing` ranks; its rank, or -1."""
     sock.setblocking(False)
     soon = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
@@ -127,7 +135,7 @@ def _hand_over(sock: socket.socket, fd: int, secret: bytes, missing: set[int], d
         judgement = challenge.judge(receive_exactly(sock, CLAIM.size, soon))
         (rank,) = _RANK.unpack_from(judgement.context)
         if judgement.proven and rank in missing:
-            socket.send_fds(sock, [judgement.verdict], [fd])
+            sock.sendmsg([judgement.verdict], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))])
             return int(rank)
         send_all(sock, VERDICT.pack(0, bytes(32)), soon)
     except OSError as error:
@@ -151,7 +159,7 @@ def receive_fd(
             try:
                 sock.connect("\0" + name)
                 sock.setblocking(False)
-                return _fetch(sock, rank, secret, deadline)
+                return _fetch(sock, rank, secret, deadline, partial(check, [sharer]))
             except ConnectionError as error:  # not bound yet, or its process has died, which `check` will be told
                 if time.monotonic() + _RETRY >= deadline:
                     why = "" if isinstance(error, ConnectionRefusedError) else f": {spell_error(error)}"
@@ -161,15 +169,16 @@ def receive_fd(
         time.sleep(_RETRY)
 
 
-def _fetch(sock: socket.socket, rank: int, secret: bytes, deadline: float) -> FileIO:
+def _fetch(sock: socket.socket, rank: int, secret: bytes, deadline: float, check: Callable[[], None]) -> FileIO:
     if not peer_is_us(sock):
         raise AuthenticationError("shared memory: the process that offers it runs as another user")
+    _wait_for_word(sock, deadline, check)
     greeting = receive_exactly(sock, GREETING.size, deadline)
     if greeting_context(greeting, Service.DESCRIPTOR) is None:
         raise AuthenticationError("shared memory: what offers it is not hetcoll")
     response = Response(secret, greeting, _RANK.pack(rank))
     send_all(sock, response.claim, deadline)
-    wait_ready(sock, select.POLLIN, deadline)
+    _wait_for_word(sock, deadline, check)
     came: tuple[bytes, list[tuple[int, int, bytes]], int, object] | None = None
     memory: FileIO | None = None
     try:
@@ -185,6 +194,18 @@ def _fetch(sock: socket.socket, rank: int, secret: bytes, deadline: float) -> Fi
         for fd in _descriptors(came) if came is not None and memory is None else ():
             os.close(fd)
         raise
+
+
+def _wait_for_word(sock: socket.socket, deadline: float, check: Callable[[], None]) -> None:
+    """As `wait_ready`, but `check` may end it: the connection stands from when it lies in a queue, though whoever has
+    that queue may never look into it."""
+    while True:
+        check()
+        try:
+            return wait_ready(sock, select.POLLIN, min(deadline, time.monotonic() + _POLL))
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise
 
 
 def _descriptors(came: tuple[bytes, list[tuple[int, int, bytes]], int, object]) -> list[int]:

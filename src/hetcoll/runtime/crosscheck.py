@@ -212,7 +212,11 @@ def _common(call: Call, converts: bool) -> str:
 
 def view(buffer: Buffer) -> np.ndarray[Any, Any]:
     """A host buffer as an array."""
-    raw = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)) if buffer.nbytes else _EMPTY
+    raw = (
+        np.frombuffer(memoryview((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)), np.uint8)
+        if buffer.nbytes
+        else _EMPTY
+    )
     return raw.view(element_type(buffer.dtype.label))
 
 

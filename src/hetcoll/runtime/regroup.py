@@ -19,7 +19,7 @@ from .. import calls
 from ..calls import check_int
 from ..config.env import Config
 from ..config.variables import parse_format
-from ..errors import ArgumentError, InitError, PeerLostError, spell_ranks
+from ..errors import ArgumentError, CommunicationError, InitError, PeerLostError, spell_ranks
 from ..health.diagnosis import Kind, tell_interrupted
 from ..plan.topology import restrict
 from ..rendezvous import decisions
@@ -97,7 +97,7 @@ def while_whole(core: Core, group: bytes) -> Iterator[Callable[[str], None]]:
             if core.engine.failed:
                 end()
             yield stop
-        except (PeerLostError, InitError) as error:
+        except (CommunicationError, InitError) as error:
             told.wait(_REASON)
             if core.engine.failed:
                 raise core.diagnosis.error() from error

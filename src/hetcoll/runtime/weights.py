@@ -156,4 +156,4 @@ def _scaling(array: Any, source: Buffer, out: Any, target: Buffer) -> Callable[[
 def _view(buffer: Buffer) -> np.ndarray[Any, Any]:
     """Host memory as NumPy has it."""
     memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
-    return np.ctypeslib.as_array(memory).view(element_type(buffer.dtype))
+    return np.frombuffer(memoryview(memory), np.uint8).view(element_type(buffer.dtype))

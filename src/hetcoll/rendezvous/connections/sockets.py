@@ -92,7 +92,7 @@ def _silence(sock: socket.socket) -> float:
         return 0.0
 
 
-def peer_is_us(sock: socket.socket) -> bool:
+def peer_is_us(sock: socket.SocketType) -> bool:
     """Whether the process at the other end of a Unix socket runs as our user, or as root."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     uid: int = _UCRED.unpack(raw)[1]
@@ -191,7 +191,7 @@ def receive(sock: socket.socket) -> bytes | None:
         return None
 
 
-def wait_ready(sock: socket.socket, events: int, deadline: float) -> None:
+def wait_ready(sock: socket.SocketType, events: int, deadline: float) -> None:
     """Sleep until `sock` is ready for poll `events`; TimeoutError at `deadline`."""
     left = deadline - time.monotonic()
     poll = select.poll()
@@ -200,7 +200,7 @@ def wait_ready(sock: socket.socket, events: int, deadline: float) -> None:
         raise TimeoutError("timed out")
 
 
-def send_all(sock: socket.socket, data: bytes, deadline: float) -> None:
+def send_all(sock: socket.SocketType, data: bytes, deadline: float) -> None:
     """Send everything over a non-blocking socket; TimeoutError at `deadline`."""
     view = memoryview(data)
     while view:
@@ -210,7 +210,7 @@ def send_all(sock: socket.socket, data: bytes, deadline: float) -> None:
             wait_ready(sock, select.POLLOUT, deadline)
 
 
-def receive_exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+def receive_exactly(sock: socket.SocketType, nbytes: int, deadline: float) -> bytes:
     """`nbytes` from a non-blocking socket; ConnectionError where it ends before, TimeoutError at `deadline`."""
     data = bytearray()
     while len(data) < nbytes:
