@@ -287,6 +287,29 @@ def test_what_ranks_told_of_their_own_waits_until_they_are_here() -> None:
     assert (replies[8].status, unpack(replies[8].body)[0]) == (Status.LOST, U32.pack(2))
 
 
+def test_who_comes_late_is_asked_what_its_group_was_asked_before() -> None:
+    """Or who asks would wait as long as it asked for, though all are here. No answer to the lost store's question is
+    one to this store's."""
+    groups, other = (Groups(lambda: 0.0, succeeds=ALONE) for _ in range(2))
+    asks, late = Client(0, 2), Client(1, 2)
+    for client in (asks, late):
+        client.membership.formed = client.membership.joined = True
+    return_to(groups, asks)
+    groups.handle(asks, Frame(Op.QUERY, 0, 7, pack([WORLD, b"what?", F64.pack(20.0)])))
+    return_to(groups, late)
+    numbers = set()
+    for client in (asks, late):
+        ((name, asker, blob, number),) = (unpack(frame.body) for frame in client.inbox if frame.op == Op.ASK)
+        assert (name, asker, blob) == (WORLD, U32.pack(0), b"what?")
+        groups.handle(client, Frame(Op.ANSWER, 0, 0, pack([number, client.name.encode()])))
+        numbers.add(number)
+    (reply,) = (frame for frame in asks.inbox if frame.op == Op.REPLY)
+    assert unpack(reply.body) == [b"\1rank 0", b"\1rank 1"]
+    return_to(other, asks)
+    other.handle(asks, Frame(Op.QUERY, 0, 8, pack([WORLD, b"and?", F64.pack(20.0)])))
+    assert unpack(asks.inbox[-1].body)[3] not in numbers
+
+
 def test_a_rival_that_came_and_fell_silent_may_serve() -> None:
     groups = Groups(lambda: 0.0, succeeds=Claim(3, (PLACES, OTHERS), True, 15.0, 2.0))
     rival = Client(1, 5)

@@ -65,8 +65,9 @@ class Groups:
         self.rolls = Rolls(self._of, self._create, self._after, clock, successors.grow, successors.doubts)
         self._questions = Questions(self.rolls.find_current, self._groups, self._after, lambda: successors.told)
         self.returns = Returns(
-            self._find, self._part, self._catch_up, self.handle, self._begin_anew, self._after, succeeds
-        )
+            self._find, self._part, self._catch_up, self._questions.replace, self.handle, self._begin_anew, self._after,
+            succeeds,
+        )  # fmt: skip
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
             Op.JOIN: (5, self._join),
             Op.LEAVE: (2, self._leave),

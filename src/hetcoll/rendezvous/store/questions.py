@@ -7,8 +7,9 @@ that can.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..protocol.keys import Member
 from ..protocol.wire import NOBODY, U32, U64, Op, pack
@@ -18,7 +19,7 @@ from .group import Group
 @dataclass(slots=True)
 class _Question:
     """`answers` are empty, or 1 and the bytes; `waiting` says which of them is whose that has yet to come. `spell`
-    makes the reply of them. `group`: it is to that one."""
+    makes the reply of them. `group`: it is to that one. `bodies`: what members are asked with, by group."""
 
     asker: Member
     request: int
@@ -26,6 +27,7 @@ class _Question:
     answers: list[bytes]
     spell: Callable[[Iterable[bytes]], bytes]
     group: Group | None = None
+    bodies: dict[bytes, bytes] = field(default_factory=dict)
 
 
 class Questions:
@@ -42,7 +44,8 @@ class Questions:
         self._find_current, self._groups, self._after = find_current, groups, after
         self._told_successors = told_successors
         self._open: dict[int, _Question] = {}
-        self._numbers = itertools.count(1)
+        # Others than those of the store before this one, whose questions may be answered here.
+        self._numbers = itertools.count(int.from_bytes(os.urandom(7)))
         self._onlookers: set[Member] = set()
 
     def looks_on(self, member: Member) -> bool:
@@ -80,7 +83,7 @@ class Questions:
         number = next(self._numbers)
         self._after(seconds8, lambda: self._close(number))
         self._open[number] = question
-        bodies: dict[bytes, bytes] = {}  # the same object for all that can be reached by one frame of a relay's
+        bodies = question.bodies  # the same object for all that can be reached by one frame of a relay's
         for other, name in asked:
             if name not in bodies:
                 bodies[name] = pack((name, asker, blob, U64.pack(number)))
@@ -98,6 +101,13 @@ class Questions:
         question.answers[position] = b"\1" + blob
         if not question.waiting:
             self._close(number)
+
+    def replace(self, absent: Member, member: Member, name: bytes) -> None:
+        """`member` comes, for which `absent` stood in in the group `name`: what that was asked it is asked."""
+        for question in self._open.values():
+            if (position := question.waiting.pop(absent, None)) is not None:
+                question.waiting[member] = position
+                member.send(Op.ASK, question.bodies[name])
 
     def part(self, group: Group | None, member: Member) -> None:
         """`member` is no longer of `group`: it does not answer for it, and asks it no more. None: it is gone."""

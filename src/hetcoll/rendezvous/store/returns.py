@@ -66,8 +66,8 @@ class Returns:
     """How members of a lost store come to this one, which serves nobody until its `claim` is good.
 
     `find` gives a group, made where there is none if it may be new, `part` takes a member out of one for a reason,
-    `catch_up` tells a member what others of a group were told, `handle` serves a frame, `begin_anew` forgets a group
-    that nobody is in any more.
+    `catch_up` tells a member what others of a group were told, `replace` asks it what its `Absent` was asked, `handle`
+    serves a frame, `begin_anew` forgets a group that nobody is in any more.
     """
 
     def __init__(
@@ -75,12 +75,14 @@ class Returns:
         find: Find,
         part: Callable[[Member, bytes, str], None],
         catch_up: Callable[[Member, Group], None],
+        replace: Callable[[Member, Member, bytes], None],
         handle: Callable[[Member, Frame], None],
         begin_anew: Callable[[bytes], None],
         after: After,
         claim: Claim | None,
     ) -> None:
         self._find, self._part, self._catch_up, self._handle, self._after = find, part, catch_up, handle, after
+        self._replace = replace
         self._begin_anew = begin_anew
         self._claim = claim or Claim(0, (), True, 0.0, 0.0)
         self.waits = claim is not None
@@ -248,6 +250,8 @@ class Returns:
             return group
         if past.rank not in past.gone:
             group.gone.pop(past.rank, None)
+            if present is not None:
+                self._replace(present, member, past.name)
             group.members[past.rank] = member
             member.ranks[past.name] = past.rank
         if past.formed and not group.formed:
