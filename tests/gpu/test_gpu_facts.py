@@ -60,21 +60,21 @@ class Device:
 def test_the_first_call_says_which_gpu_it_is() -> None:
     known = facts([[at(1), at(2)], [MI300X], []])
     told = [
-        ["cuda", "0000:02:00.0", "a", "no", False, 7],
-        ["hip", MI300X.bus, "b", "", True, 8, 1, 0],
-        ["", "", "c", "", False, 9],
+        ["cuda", "0000:02:00.0", "a", "no", False, [7, 0, 1]],
+        ["hip", MI300X.bus, "b", "", True, [8, 2, 1], 1, 0],
+        ["", "", "c", "", False, [9, 0, 1]],
     ]
 
     def meet(label: str, blob: bytes) -> list[bytes]:
-        assert json.loads(blob) == ["cuda", "0000:02:00.0", "a", "no", False, 7, 2, 0, 1]
+        assert json.loads(blob) == ["cuda", "0000:02:00.0", "a", "no", False, [7, 0, 1], 2, 0, 1]
         return [json.dumps(each).encode() for each in told]
 
-    chosen = known.choose(cast("Any", Device(at(2))), "a", "no", False, 7, (2, 0, 1), meet)
-    theirs = replace(MI300X, memory="b", kernels=True, room=8, ports=(1, 0))
-    assert chosen == [at(2, memory="a", no_direct="no", room=7), theirs, replace(Gpu.none("c"), room=9)]
+    chosen = known.choose(cast("Any", Device(at(2))), "a", "no", False, (7, 0, 1), (2, 0, 1), meet)
+    theirs = replace(MI300X, memory="b", kernels=True, pinned=(8, 2, 1), ports=(1, 0))
+    assert chosen == [at(2, memory="a", no_direct="no", pinned=(7, 0, 1)), theirs, Gpu.none("c")]
     told[1][1] = "0000:99:00.0"
     with pytest.raises(InitError, match=r"rank 1 uses GPU 0000:99:00.0 of hip, which it did not see .* HETCOLL_DEVICE"):
-        known.choose(cast("Any", Device(at(2))), "a", "no", False, 7, (2, 0, 1), meet)
+        known.choose(cast("Any", Device(at(2))), "a", "no", False, (7, 0, 1), (2, 0, 1), meet)
 
 
 def test_all_ranks_know_the_same() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,16 @@ import fakes
 import numpy as np
 import pytest
 from gpu_calls import device_of_rank
+from gpu_kinds import start as start_kinds
 from ranks import Ranks
 from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import CollectiveTimeoutError, CommunicationError, InitError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.gpu.demand import Demand, slots_that_fit
-from hetcoll.gpu.pinned import Pinned
+from hetcoll.gpu.demand import Demand, find_rooms, slots_that_fit
+from hetcoll.gpu.pinned import Pinned, Room, Told
+from hetcoll.links.facts import Gpu
 from hetcoll.plan.topology import RankInfo, Topology
 
 FAST = 2 << 20  # bytes of a slot
@@ -28,15 +31,20 @@ def topology_of(hosts: int, ranks: int) -> Topology:
     return Topology(tuple(RankInfo(rank, str(rank // ranks), vendor="cuda") for rank in range(hosts * ranks)))
 
 
-def fitted(topology: Topology, budget: int, room: int, *, kernels: bool = False) -> int:
-    return slots_that_fit(
-        topology, Pinned(budget, len(topology.hosts[0])), [room] * topology.size, FAST, kernels=kernels
-    )
+def gpus_of(topology: Topology, told: Told) -> list[Gpu]:
+    """Of all ranks that have one, whose processes pin as much."""
+    return [replace(Gpu.none(""), vendor=info.vendor, pinned=told) for info in topology.ranks]
+
+
+def fitted(topology: Topology, budget: int, held: int = 0, *, kernels: bool = False) -> int:
+    gpus = gpus_of(topology, Told(held, 0, 1))
+    return slots_that_fit(topology, gpus, find_rooms(topology, gpus, budget), FAST, kernels=kernels)
 
 
 @pytest.fixture(autouse=True)
 def first_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetcoll.gpu.pinned._ranks", 1)
+    for name, value in (("_ranks", 1), ("_held", 0), ("_sharing", 0)):
+        monkeypatch.setattr(f"hetcoll.gpu.pinned.{name}", value)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +54,7 @@ def first_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_host_pins_stays_within_the_budget(hosts: int, ranks: int, slot_kib: int, everywhere: bool) -> None:
     """Rings and trees always fit, and edges to all ranks in all but the largest jobs."""
     topology, budget = topology_of(hosts, ranks), 1 << 30
-    slot, demand = fitted(topology, budget, budget // ranks), Demand.of(topology, topology.hosts[0])
+    slot, demand = fitted(topology, budget), Demand.of(topology, topology.hosts[0], ranks)
     assert slot >> 10 == slot_kib
     fit = demand.fit(budget // ranks, slot, slot)
     assert fit is not None
@@ -56,28 +64,50 @@ def test_what_a_host_pins_stays_within_the_budget(hosts: int, ranks: int, slot_k
     assert demand.few <= topology.size.bit_length()
 
 
-def test_each_communicator_leaves_room_for_the_next() -> None:
-    """Eight GPUs of a host in two islands: half of what is left each time, first with smaller slots, then without
-    kernels, and at last all of it."""
-    topology, room, found = topology_of(1, 8), (1 << 30) // 8, []
-    demand, fast = Demand.of(topology, topology.hosts[0], kernels=True), 1 << 20
-    while (fit := demand.fit(room, fast)) is not None:
+@pytest.mark.parametrize(("gpus", "slot_kib"), [(1, 512), (2, 256), (4, 128), (8, 32)])
+def test_ranks_without_gpus_leave_their_part_to_those_with_them(gpus: int, slot_kib: int) -> None:
+    """Of 64 ranks of a host. What lies between one with and one without is pinned by the former alone."""
+    ranks = tuple(RankInfo(rank, "a", vendor="cuda" if rank < gpus else "") for rank in range(64))
+    topology, budget = Topology(ranks), 1 << 30
+    slot, demand = fitted(topology, budget), Demand.of(topology, topology.hosts[0], gpus)
+    assert slot >> 10 == slot_kib
+    assert gpus * demand.bytes(slot, 0) <= budget
+    assert demand.bytes(slot, 0) > 2 * 2 * (64 - gpus) * 3 * slot  # two channels, two ways, three slots
+    with pytest.raises(InitError, match=rf"{gpus} ranks of a host have GPUs, and each needs \d+ bytes"):
+        fitted(topology, 1 << 20)
+
+
+@pytest.mark.parametrize(("ranks", "fast", "first_kib", "most"), [(2, 4 << 20, 4096, 64), (8, 1 << 20, 768, 12)])
+def test_each_communicator_leaves_room_to_many(ranks: int, fast: int, first_kib: int, most: int) -> None:
+    """GPUs of a host in two islands. The first ones have kernels, and slots as large as is fast, or nearly."""
+    topology, held, found = topology_of(1, ranks), 0, []
+    demand, budget = Demand.of(topology, topology.hosts[0], ranks, kernels=True), 1 << 30
+    while (room := Room.of([Told(held, len(found), 1)] * ranks, budget)).all > 0:
+        fit = demand.fit(room.all, fast, part=room.part)
+        if fit is None:
+            break
         found.append((fit.slot >> 10, fit.kernels))
-        used = demand.bytes(fit.slot, fit.far, kernels=fit.kernels, rings=fit.rings)
-        assert used <= room // 2 or fit.slot == 256 << 10
-        room -= used
-    assert found == [(768, True), (512, True), *[(256, False)] * 3]
+        held += demand.bytes(fit.slot, fit.far, kernels=fit.kernels, rings=fit.rings)
+        assert held <= budget // ranks
+    assert found[0] == (first_kib, True)
+    assert found[-1] == (32, False)
+    assert len(found) >= most
 
 
 def test_a_budget_that_is_too_small_says_what_would_do() -> None:
     with pytest.raises(InitError, match=r"wanted HETCOLL_PINNED_BYTES=(\d+) or more, got 1048576") as caught:
         fitted(topology_of(4, 2), 1 << 20, 1 << 18)
     enough = int(str(caught.value).split("BYTES=")[1].split()[0])
-    assert fitted(topology_of(4, 2), enough, enough // 2 - (1 << 18)) == 256 << 10
+    assert fitted(topology_of(4, 2), enough, 1 << 18) == 32 << 10
+    with pytest.raises(InitError):
+        fitted(topology_of(4, 2), enough - 2, 1 << 18)
 
 
 def test_all_communicators_of_a_process_share_its_part() -> None:
     world, part = Pinned(1000, 4), Pinned(1000, 2)
+    world.begin()
+    part.begin()
+    assert Told.now() == Told(0, 2, 4)
     with world.taken(100):
         pass
     with pytest.raises(ZeroDivisionError), part.taken(100):
@@ -87,6 +117,10 @@ def test_all_communicators_of_a_process_share_its_part() -> None:
         raise AssertionError("it was taken")
     world.give(100)
     assert not part.lacks(250)
+    world.end()
+    world.end()
+    assert Told.now() == Told(0, 1, 4)
+    part.end()
 
 
 # On fakes.
@@ -155,7 +189,7 @@ def too_little(comm: hetcoll.Communicator) -> None:
 
 
 def test_a_budget_that_is_too_small_is_an_error_on_all_ranks(start: Any) -> None:
-    start(2, HETCOLL_PINNED_BYTES="1M").run(too_little, timeout=60)
+    start(2, HETCOLL_PINNED_BYTES="256K").run(too_little, timeout=60)
 
 
 def go_round(comm: hetcoll.Communicator) -> int:
@@ -192,3 +226,26 @@ def test_a_rank_that_does_not_come_to_try_the_way_is_named(start: Any, how: str)
     (outcome,) = ranks.finish(30, only=[0])
     assert isinstance(outcome.error, PeerLostError if how == "dies" else CollectiveTimeoutError), outcome.trace
     assert "rank 2" in str(outcome.error)
+
+
+def use_many(comm: hetcoll.Communicator, count: int) -> int:
+    """The bytes that so many communicators of all, each with messages between all, pin of this rank's part."""
+    device, size, parts = device_of_rank(comm.rank) if comm.rank < 2 else None, comm.size, []
+    for turn in range(count):
+        part = comm.split(0)
+        assert part is not None
+        parts.append(part)
+        sent = np.arange(size, dtype=np.int32) + turn
+        array = sent.copy() if device is None else DeviceArray.of(device, sent)
+        part.allreduce(array if isinstance(array, np.ndarray) else array.buffer()).wait(30)
+        assert ((array if isinstance(array, np.ndarray) else array.get()) == size * sent).all()
+    return sum(part.memory()["pinned"] for part in parts)
+
+
+def test_ranks_with_and_without_gpus_have_many_communicators_within_the_budget() -> None:
+    """Ranks without GPUs pin nothing, and later communicators have smaller slots."""
+    budget = 64 << 20
+    with start_kinds("nacccc", HETCOLL_PINNED_BYTES=str(budget), HETCOLL_ALGO="allreduce:direct") as ranks:
+        told = ranks.run(use_many, 4, timeout=100)
+    assert told[2:] == [0] * 4
+    assert all(4 * 2 * 5 * (3 * 32 << 10) < pinned <= budget // 2 for pinned in told[:2])

@@ -1,7 +1,7 @@
 """How much memory of a host its ranks may pin for GPUs (HETCOLL_PINNED_BYTES), and how much this process does.
 
-All ranks of a host have equal parts of it, in which all communicators of a process are counted. Of what several ranks
-have mapped each one's part counts.
+All ranks of a host that have GPUs have equal parts of it, in which all communicators of a process are counted. Of what
+several of them have mapped each one's part counts. Ranks without GPUs pin nothing.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ..calls.buffers import Buffer
 from ..errors import InitError
@@ -25,24 +25,81 @@ WINDOWS = 8
 
 _lock = threading.Lock()
 _held = 0  # bytes of all communicators of this process
-_ranks = 1  # of its host, in the largest communicator
+_ranks = 1  # of its host that have GPUs, in the largest communicator
+_sharing = 0  # communicators of this process that have slots
+
+
+class Told(NamedTuple):
+    """What a rank with a GPU tells the others: bytes that its process holds, how many communicators have slots there,
+    and how many ranks with GPUs its host is known to have."""
+
+    held: int
+    sharing: int
+    ranks: int
+
+    @classmethod
+    def now(cls) -> Self:
+        with _lock:
+            return cls(_held, _sharing, _ranks)
+
+
+class Room(NamedTuple):
+    """Bytes that each of so many `ranks` of a host may still pin, and the `part` of it that a new communicator takes.
+
+    The first one takes half, the next a third of what that leaves, then a fourth: so each leaves room to many, and none
+    has less than those that come after it.
+    """
+
+    all: int
+    part: int
+    share: int
+    ranks: int
+    budget: int
+
+    @classmethod
+    def of(cls, told: Sequence[Told], budget: int) -> Self:
+        """That of the rank which has the least, of all with GPUs of a host."""
+        return min(cls._of(each, budget, max(len(told), each.ranks)) for each in told)
+
+    @classmethod
+    def _of(cls, told: Told, budget: int, ranks: int) -> Self:
+        room = max(0, budget // ranks - told.held)
+        return cls(room, room // (2 + told.sharing), budget // ranks, ranks, budget)
 
 
 class Pinned:
-    """What one communicator of this process pins. `budget` is that of a host, on which so many `ranks` are."""
+    """What one communicator of this process pins. `budget` is that of a host, of which so many `ranks` pin memory, as
+    far as that is known."""
 
     def __init__(self, budget: int, ranks: int) -> None:
-        global _ranks
-        with _lock:
-            _ranks = max(_ranks, ranks)
-        self._budget = budget
+        self._budget, self._at_least = budget, ranks
+        self._shares = False
         self.held = 0
         """Bytes."""
+
+    def begin(self) -> None:
+        """It has slots from now on, and so many ranks of the host do have GPUs."""
+        global _ranks, _sharing
+        with _lock:
+            _ranks = max(_ranks, self._at_least)
+            _sharing += not self._shares
+            self._shares = True
+
+    def end(self) -> None:
+        """It has none any more."""
+        global _sharing
+        with _lock:
+            _sharing -= self._shares
+            self._shares = False
+
+    @property
+    def _ranks(self) -> int:
+        return max(_ranks, self._at_least)
 
     @property
     def share(self) -> int:
         """What this process may have, with all of its communicators."""
-        return self._budget // _ranks
+        return self._budget // self._ranks
 
     @property
     def room(self) -> int:
@@ -59,13 +116,13 @@ class Pinned:
         if _held + nbytes <= self.share:
             return ""
         return (
-            f"{nbytes} bytes more of pinned memory are needed, and of {self.share} that each of {_ranks} ranks of a"
-            f" host may have {_held} are in use: {self.wanted(_held + nbytes - self.share)}"
+            f"{nbytes} bytes more of pinned memory are needed, and of {self.share} that each of {self._ranks} ranks of"
+            f" a host may have {_held} are in use: {self.wanted(_held + nbytes - self.share)}"
         )
 
     def wanted(self, more: int) -> str:
         """What must be allowed for so many bytes more on each rank, for people."""
-        return f"wanted HETCOLL_PINNED_BYTES={(self.share + more) * _ranks} or more, got {self._budget}"
+        return f"wanted HETCOLL_PINNED_BYTES={(self.share + more) * self._ranks} or more, got {self._budget}"
 
     @contextlib.contextmanager
     def taken(self, nbytes: int) -> Iterator[None]:

@@ -26,10 +26,10 @@ from ..links.facts import Gpu, served
 from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
 from ..vendors.devices.kernels.source import MESSAGES
-from .demand import Demand, slots_that_fit
+from .demand import Demand, find_rooms, slots_that_fit
 from .lent import Lender
 from .mapped import MappedMemory, whole_pages
-from .pinned import Pinned
+from .pinned import Pinned, Told
 from .slots import SlotSegment, slot_bytes
 from .vendor_comm import Meet
 
@@ -67,10 +67,9 @@ class GpuShare:
         self._wiring, self._diagnosis = wiring, diagnosis
         self.rank, self.locals, self.here = wiring.rank, wiring.locals, wiring.locals.index(wiring.rank)
         ports = () if device is None else wiring.ports_near(device.bus_id)
-        self.pinned = Pinned(wiring.pinned_bytes, len(wiring.locals))
         message_kernel = device is not None and _has_message_kernel(device)
         self.gpus: Sequence[Gpu] = wiring.facts.choose(
-            device, new_name(), no_direct, message_kernel, self.pinned.room, ports, meet
+            device, new_name(), no_direct, message_kernel, Told.now(), ports, meet
         )
         kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
         topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
@@ -79,17 +78,24 @@ class GpuShare:
         parts = served(self.topology.islands, self.gpus)
         apart = all(gpu.vendor for gpu in self.gpus) and len(parts) > 1
         whole = len(parts) == 1 < len(self.gpus)
-        rooms, fast = [gpu.room for gpu in self.gpus], slot_bytes(self.topology, near=near and whole)
-        self.slot_bytes = slots_that_fit(self.topology, self.pinned, rooms, fast, kernels=apart)
-        demand = Demand.of(self.topology, wiring.locals, kernels=apart)
-        fit = demand.fit(min(rooms[rank] for rank in wiring.locals), self.slot_bytes, self.slot_bytes)
-        assert fit is not None
-        self.kernels, self.rings, self._spare = fit.kernels, fit.rings, fit.spare
+        rooms = find_rooms(self.topology, self.gpus, wiring.pinned_bytes)
+        fast = slot_bytes(self.topology, near=near and whole)
+        self.slot_bytes = slots_that_fit(self.topology, self.gpus, rooms, fast, kernels=apart)
+        with_gpu = [bool(self.gpus[rank].vendor) for rank in wiring.locals]
+        self.pinned = Pinned(wiring.pinned_bytes, max(1, sum(with_gpu)))
+        self.kernels, self.rings, self._spare = False, False, 0
+        if (room := rooms.get(wiring.locals[0])) is not None:
+            demand = Demand.of(self.topology, wiring.locals, sum(with_gpu), kernels=apart)
+            fit = demand.fit(room.all, self.slot_bytes, self.slot_bytes, part=room.part)
+            assert fit is not None
+            self.kernels, self.rings, self._spare = fit.kernels, fit.rings, fit.spare
         self.proved: set[int] = set()
         """Ranks to which the way in use has carried known bytes."""
         self.lender: Lender | None = None
         """What lends memory of GPUs to ranks of this host, where one library serves all."""
-        self.segment = self._segment(device, timeout, lends=whole)
+        self.segment = self._segment(device, timeout, with_gpu, lends=whole)
+        if device is not None:
+            self.pinned.begin()
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
 
@@ -117,12 +123,12 @@ class GpuShare:
         problem = self._failed.get(pair_of(self.rank, peer))
         return self.topology.why(self.rank, peer) + (f": {problem}" if problem else "")
 
-    def _segment(self, device: Device | None, timeout: float, *, lends: bool) -> SlotSegment:
+    def _segment(self, device: Device | None, timeout: float, with_gpu: Sequence[bool], *, lends: bool) -> SlotSegment:
         ranks, name = len(self.locals), self.gpus[self.locals[0]].memory
         nbytes = SlotSegment.nbytes(ranks, self.slot_bytes, kernels=self.kernels)
         with self._memory("hetcoll-slots", nbytes, name, timeout) as memory:
             self.lender = Lender(device, memory.fileno(), self.here) if lends and device is not None else None
-            return SlotSegment(memory.fileno(), ranks, self.slot_bytes, device, self.pinned, kernels=self.kernels)
+            return SlotSegment(memory.fileno(), with_gpu, self.slot_bytes, device, self.pinned, kernels=self.kernels)
 
     @property
     def room(self) -> int:
@@ -241,6 +247,7 @@ class GpuShare:
 
     def close(self) -> None:
         """Give back what is lent, and unmap the slots."""
+        self.pinned.end()
         with contextlib.closing(self.segment):
             if self.lender is not None:
                 self.lender.close()

@@ -133,14 +133,22 @@ class Words(NamedTuple):
 class SlotSegment:
     """The slots of one host, in a file of memory that its ranks share.
 
-    `fd` is not kept. `size` is the number of ranks of the host, which are named by their place among them here.
-    `kernels`: these have areas and rings, as all ranks are here. Addresses are those of `device`; a rank without one
+    `fd` is not kept. `with_gpu` says which ranks of the host have a GPU; ranks are named by their place there.
+    `kernels`: they have areas and rings, as all ranks are here. Addresses are those of `device`; a rank without one
     (None) has the host's.
     """
 
     def __init__(
-        self, fd: int, size: int, slot_bytes: int, device: Device | None, pinned: Pinned, *, kernels: bool
+        self,
+        fd: int,
+        with_gpu: Sequence[bool],
+        slot_bytes: int,
+        device: Device | None,
+        pinned: Pinned,
+        *,
+        kernels: bool,
     ) -> None:
+        size, self._with_gpu = len(with_gpu), with_gpu
         self._size, self._device, self._pinned = size, device, pinned
         self._edge_bytes = WORDS_BYTES + SLOTS * slot_bytes
         nbytes, mates = self.nbytes(size, slot_bytes, kernels=kernels), size if kernels else 0
@@ -156,7 +164,7 @@ class SlotSegment:
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._address = int(self._bytes.ctypes.data)
         self._registered: list[tuple[int, int]] = []  # offsets, and what of the bytes is this rank's
-        head = self._register(0, self._head, size)
+        head = self._register(0, self._head, sum(with_gpu))
         self.aborts = [head + WORD_BYTES * r for r in range(size)]
         self.rings = Rings(HOST_RINGS, [head + self._rings + HOST_RINGS.nbytes * r for r in range(mates)])
         self.ledger = self._address + _PAGE  # for the host
@@ -180,15 +188,15 @@ class SlotSegment:
     def message_ring(self, src: int, dst: int) -> int:
         """Map the ring of the message kernels (``devices/kernels/messages.h``) from `src` to `dst`, once."""
         self._message_rings.append((src, dst))
-        return self._register(self._message_offset(src, dst), MESSAGE_RING)
+        return self._register(self._message_offset(src, dst), MESSAGE_RING, 2)
 
     def _message_offset(self, src: int, dst: int) -> int:
         first = self._behind_edges + self._size * self._size * 2 * _native.LEDGER_BYTES
         return first + (src * self._size + dst) * MESSAGE_RING
 
-    def _register(self, offset: int, nbytes: int, ranks: int = 2) -> int:
-        """Map this part, which so many ranks share; returns the device's address of it. InitError where it does not fit
-        what may be pinned."""
+    def _register(self, offset: int, nbytes: int, ranks: int) -> int:
+        """Map this part, which so many ranks with GPUs share; returns the device's address of it. InitError where it
+        does not fit what may be pinned."""
         if self._device is None:
             return self._address + offset
         with self._pinned.taken(nbytes // ranks):
@@ -206,7 +214,8 @@ class SlotSegment:
         key = (src, dst, channel + CHANNELS * captured)
         found = self._edges.get(key)
         if found is None:
-            at = self._register(self._offset(*key), WORDS_BYTES if slots else self._edge_bytes)
+            ranks = self._with_gpu[src] + self._with_gpu[dst]
+            at = self._register(self._offset(*key), WORDS_BYTES if slots else self._edge_bytes, ranks)
             found = self._edges[key] = Edge(slots or at + WORDS_BYTES, at, at + SLOTS * WORD_BYTES)
         return found
 

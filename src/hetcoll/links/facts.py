@@ -34,8 +34,8 @@ class Gpu:
     `vendor` is empty on a rank without a GPU. `float8` is the kind of 8-bit floats that the GPU itself computes with:
     OCP's, AMD's older one (fnuz), or none; `signals` whether its driver has streams that wait for values. `memory` is
     the name under which its rank shares memory, `no_direct` why RDMA devices do not reach the GPU's, or nothing,
-    `kernels` whether it has the kernel of small messages, `room` how many bytes its rank may still pin, and `ports` the
-    places of its rank's RDMA ports, the nearest to the GPU first: all known once the GPU is in use.
+    `kernels` whether it has the kernel of small messages, `pinned` what its process pins (`gpu.pinned.Told`), and
+    `ports` the places of its rank's RDMA ports, the nearest to the GPU first: all known once the GPU is in use.
     """
 
     vendor: str
@@ -48,7 +48,7 @@ class Gpu:
     signals: bool
     no_direct: str = ""
     kernels: bool = False
-    room: int = 0
+    pinned: tuple[int, ...] = ()
     ports: tuple[int, ...] = ()
 
     @classmethod
@@ -156,24 +156,33 @@ class Facts:
         memory: str,
         no_direct: str,
         kernels: bool,
-        room: int,
+        pinned: Sequence[int],
         ports: Sequence[int],
         meet: Callable[[str, bytes], Sequence[bytes]],
     ) -> Sequence[Gpu]:
         """Each rank's GPU, now that all have one in use; collective. `mine` is None on a rank without."""
         place = ("", "") if mine is None else (mine.vendor, mine.bus_id)
-        words = json.dumps([*place, memory, no_direct[:_MOST], kernels, room, *ports])
+        words = json.dumps([*place, memory, no_direct[:_MOST], kernels, pinned, *ports])
         told = [json.loads(blob) for blob in meet("gpus()", words.encode())]
         return [self._chosen(rank, *one) for rank, one in enumerate(told)]
 
     def _chosen(
-        self, rank: int, vendor: str, bus: str, memory: str, no_direct: str, kernels: bool, room: int, *ports: int
+        self,
+        rank: int,
+        vendor: str,
+        bus: str,
+        memory: str,
+        no_direct: str,
+        kernels: bool,
+        pinned: Sequence[int],
+        *ports: int,
     ) -> Gpu:
         if not vendor:
-            return replace(Gpu.none(memory), room=room)
+            return Gpu.none(memory)
         for gpu in self.gpus[rank]:
             if (gpu.vendor, gpu.bus) == (vendor, bus):
-                return replace(gpu, memory=memory, no_direct=no_direct, kernels=kernels, room=room, ports=ports)
+                seen = replace(gpu, memory=memory, no_direct=no_direct, kernels=kernels)
+                return replace(seen, pinned=tuple(pinned), ports=ports)
         raise InitError(
             f"rank {rank} uses GPU {bus} of {vendor}, which it did not see when the communicator was made: wanted"
             f" HETCOLL_DEVICE={vendor}, or device={vendor!r}, there"

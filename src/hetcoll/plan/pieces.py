@@ -33,7 +33,8 @@ _FAR = 2 << 20  # bytes of a slot where some messages go between hosts: what was
 # Bytes of slots in use at once: with half as much again all-reduces of four H200s take a tenth longer.
 _CACHED = 24 << 20
 _NEAR = 48 << 20  # of those on a GPU, for each channel
-LEAST_SLOT = SLOT_STEP = 256 << 10
+SLOT_STEP = 256 << 10
+LEAST_SLOT = 32 << 10  # where the budget of pinned memory has no room for a step
 _MOST_EQUAL = 1024  # aligned units of a part: more would leave parts that are mostly alignment
 
 
@@ -82,9 +83,9 @@ def slot_bytes(ranks: int, largest: int, *, far: bool = False, near: bool = Fals
     if far:
         return _FAR
     if near and largest == ranks:
-        return max(LEAST_SLOT, _NEAR // (SLOTS * ranks) // SLOT_STEP * SLOT_STEP)
+        return max(SLOT_STEP, _NEAR // (SLOTS * ranks) // SLOT_STEP * SLOT_STEP)
     busy = min(ranks, 2 * (ranks - largest))
-    return max(LEAST_SLOT, _CACHED // (SLOTS * max(2, busy)) // SLOT_STEP * SLOT_STEP)
+    return max(SLOT_STEP, _CACHED // (SLOTS * max(2, busy)) // SLOT_STEP * SLOT_STEP)
 
 
 def piece_bytes(nbytes: int, slot: int) -> tuple[int, int]:
