@@ -23,19 +23,20 @@ from ..links import tuned as files
 from ..plan import tuned, tuner
 from ..plan.machine import Network
 from ..runtime.regroup import name_of
-from ..types import Collective
+from ..types import ROOTED, Collective
 from .sweeps import parse_size
 from .timing import timed
 
 SIZES = (8, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
-KINDS = (  # that everyone waits for
-    Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.ALLGATHER, Collective.ALLTOALL,
+KINDS = (
+    Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.ALLGATHER, Collective.ALLTOALL, Collective.BROADCAST,
+    Collective.REDUCE, Collective.GATHER, Collective.SCATTER,
 )  # fmt: skip
 _CELL_US = 8000.0  # of calls that are timed, for each algorithm and size, in each turn
 _TURNS = 3
 _MESSAGES, _LONG = 20, 4 << 20  # between two hosts; bytes of those that tell the rate
 _ROW = 8  # messages one after another
-_LEAST = 1e-7  # seconds that a network is taken for, at least
+_LEAST = 1e-7  # seconds that a network, or a call without a barrier, is taken for, at least
 _MOST_RANKS = 16
 _UNLIKE = 1.5  # times as long at one time as at another,
 _MOST_UNLIKE = 0.25  # which more than this part of all measurements may not take
@@ -120,7 +121,10 @@ def _in_job(path: Path, quiet: bool, sizes: Sequence[int]) -> int:
 
 
 def _measure(comm: Communicator, sizes: Sequence[int]) -> list[tuned.Measured]:
-    """What each algorithm takes that could be chosen for these ranks. Collective."""
+    """What each algorithm takes that could be chosen for these ranks. Collective.
+
+    Each child times a barrier, too: calls with a root are timed with one, and told without.
+    """
     topology = comm._wiring.topology
     able = {kind: names for kind in KINDS if len(names := [*tuner.lines(kind, topology)]) > 1}
     times: dict[tuple[Collective, str], list[list[float]]] = {}  # of each turn, and there of each size
@@ -129,13 +133,16 @@ def _measure(comm: Communicator, sizes: Sequence[int]) -> list[tuned.Measured]:
             kinds = [kind for kind in able if name in able[kind]]
             algo = ",".join(f"{kind.label}:{name}" for kind in kinds)
             with alike(comm, f"tune {algo} {turn}", algo=algo) as child:
+                times.setdefault((Collective.BARRIER, ""), []).append([_time(child, Collective.BARRIER, 0)])
                 for kind in kinds:
                     times.setdefault((kind, name), []).append([_time(child, kind, nbytes) for nbytes in sizes])
     placed = tuned.Placed.of(topology)
     _check_alike(times.values(), f"{comm.size} ranks over {placed.transport}")
     found: dict[Collective, dict[str, tuple[float, ...]]] = {kind: {} for kind in able}
+    barrier = min(best for [best] in times.pop((Collective.BARRIER, ""), [[0.0]]))
     for (kind, name), turns in times.items():
-        found[kind][name] = tuple(map(min, *turns))
+        best = map(min, *turns)
+        found[kind][name] = tuple(max(took - barrier, _LEAST) for took in best) if kind in ROOTED else tuple(best)
     return [tuned.Measured(kind, placed, tuple(sizes), seconds) for kind, seconds in found.items()]
 
 
@@ -225,14 +232,33 @@ def alike(comm: Communicator, name: str, **changed: Any) -> Iterator[Communicato
 
 
 def _time(comm: Communicator, kind: Collective, nbytes: int) -> float:
-    """Seconds of one call: on the rank that takes the longest, the median."""
+    """Seconds of one call: on the rank that takes the longest, the median. Where there is a root, with a barrier.
+
+    In a row of such calls nobody waits for the last rank: the root goes on at once, calls run into each other, and long
+    chains of ranks look as fast as short ones. A program whose next step needs what came waits for all of a call. Each
+    rank's own time from a barrier to its end, which osu-micro-benchmarks take, leaves out what ranks that share a core
+    wait before they run. From barrier to barrier all is in it, by everyone's clock alike.
+    """
     call = _call(comm, kind, nbytes)
+    if kind in ROOTED:
+        call = _before(call, comm.barrier)
     call()
     return timed(comm, call, _CELL_US, 3, 2000).p50_us * 1e-6
 
 
+def _before(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], object]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
 def _call(comm: Communicator, kind: Collective, nbytes: int) -> Callable[[], Any]:
-    """A call whose larger buffer has about so many bytes, and at least an element a rank; of ordinary memory."""
+    """A call whose larger buffer has about so many bytes, and at least an element a rank; of ordinary memory. Rank 0 is
+    the root."""
+    if kind is Collective.BARRIER:
+        return comm.barrier
     part = -(-nbytes // (4 * comm.size))
     whole, result, own = (np.ones(n * part, np.float32) for n in (comm.size, comm.size, 1))
     if kind is Collective.ALLTOALL:
@@ -241,6 +267,14 @@ def _call(comm: Communicator, kind: Collective, nbytes: int) -> Callable[[], Any
         return lambda: comm.allgather(own, whole)
     if kind is Collective.REDUCE_SCATTER:
         return lambda: comm.reduce_scatter(whole, own)
+    if kind is Collective.BROADCAST:
+        return lambda: comm.broadcast(whole)
+    if kind is Collective.REDUCE:
+        return lambda: comm.reduce(whole, result)
+    if kind is Collective.GATHER:
+        return lambda: comm.gather(own, whole)
+    if kind is Collective.SCATTER:
+        return lambda: comm.scatter(whole, own)
     return lambda: comm.allreduce(whole, result)
 
 
@@ -248,7 +282,7 @@ def _finish(found: tuned.Tuned, path: Path) -> None:
     """Keep what was measured, and say what is chosen by it, and how far from the fastest choices were until now."""
     about = [
         f"What `hetcoll tune` measured on {datetime.date.today().isoformat()} with {files.hardware()}, in microseconds",
-        "a call, for sizes of the larger of its two buffers.",
+        "a call, for sizes of the larger of its two buffers. Where there is a root, until all ranks are done.",
     ]
     kept = _kept(path)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:  # nobody reads half of it
