@@ -18,14 +18,14 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll import calls
-from hetcoll.cli import tune
+from hetcoll.cli import tune, tuning
 from hetcoll.links.tuned import place
 from hetcoll.plan import tuned, tuner
 from hetcoll.plan.machine import Network
 from hetcoll.types import ROOTED, Collective
 
 ONE_WAY_INSIDE = (Collective.ALLTOALL, Collective.GATHER, Collective.SCATTER)  # inside a host
-KINDS_INSIDE = [kind for kind in tune.KINDS if kind not in ONE_WAY_INSIDE]
+KINDS_INSIDE = [kind for kind in tuning.KINDS if kind not in ONE_WAY_INSIDE]
 
 
 BARRIER = 3.0  # seconds, by the clock below
@@ -39,16 +39,16 @@ def _hetcoll(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 def measure(comm: hetcoll.Communicator, sizes: Sequence[int] = tune.SIZES) -> list[tuned.Measured]:
     """With a clock by which the algorithms of longer names are faster: what they are bound to is what runs."""
 
-    def clock(child: hetcoll.Communicator, kind: Collective, nbytes: int) -> float:
-        tune._call(child, kind, nbytes)()
+    def clock(child: hetcoll.Communicator, kind: Collective, nbytes: int, _: object) -> float:
+        tuning._call(child, kind, nbytes)()
         if kind is Collective.BARRIER:
             return BARRIER
         name = child.explain(kind.label, nbytes).algorithm
         return (nbytes + 1) / len(name) + BARRIER * (kind in ROOTED)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune, "_time", clock)
-        return tune._measure(comm, sizes)
+        patch.setattr(tuning, "_time", clock)
+        return tuning.measure(comm, sizes)
 
 
 @parametrize("transport", ["shm", "tcp"], first=1)
@@ -67,13 +67,13 @@ def test_every_algorithm_that_may_be_chosen_is_measured(pool: Callable[..., Rank
 
 
 def between(comm: hetcoll.Communicator) -> tuple[list[tuned.Measured], tuple[tuned.Between, ...]]:
-    return measure(comm, (8, 1 << 10)), tune._networks(comm)
+    return measure(comm, (8, 1 << 10)), tuning.networks(comm)
 
 
 def test_among_hosts_all_to_alls_and_the_network_are_measured(pool: Callable[..., Ranks]) -> None:
     found = pool(4, HETCOLL_HOST_ID=("a", "a", "b", "b"), HETCOLL_TUNED="none").run(between)
     times = {one.collective: one for one in found[0][0]}
-    assert [*times] == list(tune.KINDS)
+    assert [*times] == list(tuning.KINDS)
     assert set(times[Collective.ALLTOALL].seconds) == {"pairwise", "aggregated"}
     assert set(times[Collective.GATHER].seconds) == set(times[Collective.SCATTER].seconds) == {"direct", "led"}
     [network], *others = [networks for _, networks in found]
@@ -117,8 +117,8 @@ def handed_on(comm: hetcoll.Communicator) -> float:
             comm.send(x, comm.rank + 1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune, "_call", lambda *_: call)
-        return tune._time(comm, Collective.BROADCAST, 8)
+        patch.setattr(tuning, "_call", lambda *_: call)
+        return tuning._time(comm, Collective.BROADCAST, 8)
 
 
 def test_rooted_calls_take_until_the_last_rank_has_it(pool: Callable[..., Ranks]) -> None:
@@ -153,9 +153,9 @@ def test_rooted_collectives_are_chosen_by_times(launch: Callable[..., Ranks], tm
 
 
 def test_turns_that_differ_are_refused() -> None:
-    tune._check_alike([[[1.0] * 8, [9.0] * 8, [1.4] * 8]], "2 ranks over shm")
+    tuning._check_alike([[[1.0] * 8, [9.0] * 8, [1.4] * 8]], "2 ranks over shm")
     with pytest.raises(hetcoll.HetcollError, match=r"50% of what 2 ranks over shm measured .* Nothing was kept"):
-        tune._check_alike([[[1.0] * 8, [9.0] * 8, [1.0, 1.6] * 4]], "2 ranks over shm")
+        tuning._check_alike([[[1.0] * 8, [9.0] * 8, [1.0, 1.6] * 4]], "2 ranks over shm")
 
 
 def chosen(comm: hetcoll.Communicator) -> tuple[str, str]:
