@@ -124,7 +124,7 @@ def handed_on(comm: hetcoll.Communicator) -> float:
 def test_rooted_calls_take_until_the_last_rank_has_it(pool: Callable[..., Ranks]) -> None:
     """In a row, whose first rank goes on at once, they would take one rest each."""
     for seconds in pool(4).run(handed_on):
-        assert seconds >= 3 * REST
+        assert seconds > 2.5 * REST, "three of them"
 
 
 def broadcast(comm: hetcoll.Communicator) -> tuple[str, str]:
@@ -216,6 +216,23 @@ def test_a_file_that_is_wrong_ends_the_start(tmp_path: Path) -> None:
     assert f"{file}, line 4: measured.1.hosts: wanted a list, got 2" in done.stderr
     done = _hetcoll("explain", "reduce", "8", HETCOLL_TUNED=str(tmp_path / "none.toml"))
     assert "HETCOLL_TUNED: wanted a readable file, or none, got " in done.stderr
+
+
+def test_each_kind_of_memory_keeps_its_part_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "numbers.toml"
+    islands = (tuned.Island("cuda", ((0, 1),)), tuned.Island("hip", ((1, 1),)))
+    placed = tuned.Placed((1, 1), 1, "tcp")
+    names = tuner.lines(Collective.ALLREDUCE, placed.topology)
+    host = tuned.Measured(Collective.ALLREDUCE, placed, (8,), dict.fromkeys(names, (1e-6,)))
+    gpus = host._replace(placed=tuned.Placed((1, 1), 1, "staged-tcp", islands))
+    network = tuned.Between((1, 1), "tcp", Network(5e-6, 3e-6, 1e9))
+    slower = network._replace(network=Network(9e-6, 3e-6, 1e9))
+    tune._finish(tuned.Tuned((host,), (network,)), file)
+    tune._finish(tuned.Tuned((gpus,)), file)
+    assert file.read_text().endswith(tuned.write(tuned.Tuned((gpus, host), (network,)), ()))
+    again = host._replace(seconds=dict.fromkeys(names, (3e-6,)))
+    tune._finish(tuned.Tuned((again,), (slower,)), file)
+    assert file.read_text().endswith(tuned.write(tuned.Tuned((again, gpus), (slower,)), ()))
 
 
 @pytest.mark.calm

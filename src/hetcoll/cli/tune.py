@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many ranks, over what, and where to write the numbers."""
     parser.add_argument(
         "-n", "--ranks", type=_size, nargs="+", metavar="N",
-        help="ranks to measure with (default: 2, as many as there are cores, and twice as many, 16 at most)",
+        help="ranks to measure with (default: 2, as many as there are cores, and twice as many, 16 at most; with GPUs "
+        "those of -g or --device)",
     )  # fmt: skip
     parser.add_argument(
         "--transport", choices=("auto", "shm", "tcp", "verbs"), nargs="+", help="default: shm tcp; auto with GPUs"
@@ -54,7 +55,7 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.output is None and config.config.cache is None:
         raise ArgumentError("-o: wanted a file to write to, since nothing is kept: HETCOLL_CACHE is none")
     path = Path(args.output or files.place(str(config.config.cache)))
-    gpus = args.device is not None or args.ngpus is not None
+    gpus = args.device not in (None, "cpu") or args.ngpus is not None
     if args.sizes and min(args.sizes) < 1:
         raise ArgumentError(f"--sizes: wanted 1 byte or more, got {min(args.sizes)}")
     if config.launch.rank == 0 and not args.measure:
