@@ -38,7 +38,7 @@ from ranks import Job, Ranks  # noqa: E402
 from shaped import FRAMES, bits, shaped  # noqa: E402
 
 import hetcoll  # noqa: E402
-from hetcoll.cli import tune  # noqa: E402
+from hetcoll.cli import tuning  # noqa: E402
 from hetcoll.cli.predict import spans  # noqa: E402
 from hetcoll.cli.report import human_size  # noqa: E402
 from hetcoll.cli.sweeps import parse_size  # noqa: E402
@@ -141,8 +141,8 @@ def between(job: Job, rest: float) -> tuple[float, float, float] | None:
     comm.barrier()
     if peer >= comm.size:
         return None
-    latency, overhead = tune.message_to(comm, peer)
-    short, piece = (tune.half_way(comm, peer, nbytes, rest) for nbytes in (8, PIECE))
+    latency, overhead = tuning.message_to(comm, peer)
+    short, piece = (tuning.half_way(comm, peer, nbytes, rest) for nbytes in (8, PIECE))
     return latency, overhead, (piece - short) / (2 * PIECE)
 
 

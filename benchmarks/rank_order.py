@@ -20,7 +20,7 @@ import numpy as np
 import hetcoll
 from hetcoll.cli.sweeps import parse_size
 from hetcoll.cli.timing import timed
-from hetcoll.cli.tune import alike
+from hetcoll.cli.tuning import alike
 
 TURN_US = 10_000.0
 

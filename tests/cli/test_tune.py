@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,13 +18,17 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll import calls
-from hetcoll.cli import tune
+from hetcoll.cli import tune, tuning
 from hetcoll.links.tuned import place
 from hetcoll.plan import tuned, tuner
 from hetcoll.plan.machine import Network
-from hetcoll.types import Collective
+from hetcoll.types import ROOTED, Collective
 
-KINDS_INSIDE = [kind for kind in tune.KINDS if kind is not Collective.ALLTOALL]  # that has one way inside a host
+ONE_WAY_INSIDE = (Collective.ALLTOALL, Collective.GATHER, Collective.SCATTER)  # inside a host
+KINDS_INSIDE = [kind for kind in tuning.KINDS if kind not in ONE_WAY_INSIDE]
+
+
+BARRIER = 3.0  # seconds, by the clock below
 
 
 def _hetcoll(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -34,14 +39,16 @@ def _hetcoll(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 def measure(comm: hetcoll.Communicator, sizes: Sequence[int] = tune.SIZES) -> list[tuned.Measured]:
     """With a clock by which the algorithms of longer names are faster: what they are bound to is what runs."""
 
-    def time(child: hetcoll.Communicator, kind: Collective, nbytes: int) -> float:
-        tune._call(child, kind, nbytes)()
+    def clock(child: hetcoll.Communicator, kind: Collective, nbytes: int, _: object) -> float:
+        tuning._call(child, kind, nbytes)()
+        if kind is Collective.BARRIER:
+            return BARRIER
         name = child.explain(kind.label, nbytes).algorithm
-        return (nbytes + 1) / len(name)
+        return (nbytes + 1) / len(name) + BARRIER * (kind in ROOTED)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune, "_time", time)
-        return tune._measure(comm, sizes)
+        patch.setattr(tuning, "_time", clock)
+        return tuning.measure(comm, sizes)
 
 
 @parametrize("transport", ["shm", "tcp"], first=1)
@@ -54,20 +61,21 @@ def test_every_algorithm_that_may_be_chosen_is_measured(pool: Callable[..., Rank
         assert one.placed.transport == transport
         assert len(one.seconds) > 1
         for name, seconds in one.seconds.items():
-            assert seconds == tuple((nbytes + 1) / len(name) for nbytes in tune.SIZES)
+            assert seconds == pytest.approx([(nbytes + 1) / len(name) for nbytes in tune.SIZES]), "without a barrier"
         longest = max(map(len, one.seconds))
         assert [len(name) for _, name in one.rows()] == [longest]
 
 
 def between(comm: hetcoll.Communicator) -> tuple[list[tuned.Measured], tuple[tuned.Between, ...]]:
-    return measure(comm, (8, 1 << 10)), tune._networks(comm)
+    return measure(comm, (8, 1 << 10)), tuning.networks(comm)
 
 
 def test_among_hosts_all_to_alls_and_the_network_are_measured(pool: Callable[..., Ranks]) -> None:
     found = pool(4, HETCOLL_HOST_ID=("a", "a", "b", "b"), HETCOLL_TUNED="none").run(between)
     times = {one.collective: one for one in found[0][0]}
-    assert [*times] == list(tune.KINDS)
+    assert [*times] == list(tuning.KINDS)
     assert set(times[Collective.ALLTOALL].seconds) == {"pairwise", "aggregated"}
+    assert set(times[Collective.GATHER].seconds) == set(times[Collective.SCATTER].seconds) == {"direct", "led"}
     [network], *others = [networks for _, networks in found]
     assert network.hosts == (2, 2)
     assert network.transport == "shm and tcp"
@@ -94,10 +102,60 @@ def test_jobs_start_from_the_measured_network(launch: Callable[..., Ranks], tmp_
         assert ranks.run(network_of) == [(algorithm, f"{told}, as measured")] * 8
 
 
+REST = 2e-3  # seconds
+
+
+def handed_on(comm: hetcoll.Communicator) -> float:
+    """A call that goes from rank to rank, each of which rests before it has it."""
+
+    def call() -> None:
+        x = np.ones(1, np.uint8)
+        if comm.rank > 0:
+            comm.recv(x, comm.rank - 1)
+            time.sleep(REST)
+        if comm.rank < comm.size - 1:
+            comm.send(x, comm.rank + 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "_call", lambda *_: call)
+        return tuning._time(comm, Collective.BROADCAST, 8)
+
+
+def test_rooted_calls_take_until_the_last_rank_has_it(pool: Callable[..., Ranks]) -> None:
+    """In a row, whose first rank goes on at once, they would take one rest each."""
+    for seconds in pool(4).run(handed_on):
+        assert seconds > 2.5 * REST, "three of them"
+
+
+def broadcast(comm: hetcoll.Communicator) -> tuple[str, str]:
+    found = comm.explain("broadcast", 64)
+    x = np.full(16, comm.rank, np.float32)
+    assert comm._planner.on_host(calls.broadcast(comm.rank, comm.size, x, 1)).algorithm.name == found.algorithm
+    comm.broadcast(x, 1)
+    assert (x == 1).all()
+    return found.algorithm, found.reason
+
+
+def test_rooted_collectives_are_chosen_by_times(launch: Callable[..., Ranks], tmp_path: Path) -> None:
+    """And by the model where a file was written before they were measured."""
+    (plain, _), *_ = launch(3, HETCOLL_TUNED="none").run(broadcast)
+    other = "ring" if plain != "ring" else "direct"
+    placed = tuned.Placed((3,), min(3, len(os.sched_getaffinity(0))), "shm")
+    times: dict[str, tuple[float, ...]] = {plain: (9e-6,), other: (1e-6,)}
+    by_hand = tuned.Measured(Collective.BROADCAST, placed, (64,), times)
+    before = tuned.Measured(Collective.ALLREDUCE, placed, (64,), {"ring": (1e-6,)})
+    file = tmp_path / "times.toml"
+    for one, name, told in ((by_hand, other, f"measured with 64 bytes: {other} 1.0 us ("), (before, plain, "before ")):
+        file.write_text(tuned.write(tuned.Tuned((one,)), ["by hand"]))
+        for chosen, reason in launch(3, HETCOLL_TUNED=(str(file), "none", "none")).run(broadcast):
+            assert chosen == name
+            assert reason.startswith(told)
+
+
 def test_turns_that_differ_are_refused() -> None:
-    tune._check_alike([[[1.0] * 8, [9.0] * 8, [1.4] * 8]], "2 ranks over shm")
+    tuning._check_alike([[[1.0] * 8, [9.0] * 8, [1.4] * 8]], "2 ranks over shm")
     with pytest.raises(hetcoll.HetcollError, match=r"50% of what 2 ranks over shm measured .* Nothing was kept"):
-        tune._check_alike([[[1.0] * 8, [9.0] * 8, [1.0, 1.6] * 4]], "2 ranks over shm")
+        tuning._check_alike([[[1.0] * 8, [9.0] * 8, [1.0, 1.6] * 4]], "2 ranks over shm")
 
 
 def chosen(comm: hetcoll.Communicator) -> tuple[str, str]:
@@ -158,6 +216,23 @@ def test_a_file_that_is_wrong_ends_the_start(tmp_path: Path) -> None:
     assert f"{file}, line 4: measured.1.hosts: wanted a list, got 2" in done.stderr
     done = _hetcoll("explain", "reduce", "8", HETCOLL_TUNED=str(tmp_path / "none.toml"))
     assert "HETCOLL_TUNED: wanted a readable file, or none, got " in done.stderr
+
+
+def test_each_kind_of_memory_keeps_its_part_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "numbers.toml"
+    islands = (tuned.Island("cuda", ((0, 1),)), tuned.Island("hip", ((1, 1),)))
+    placed = tuned.Placed((1, 1), 1, "tcp")
+    names = tuner.lines(Collective.ALLREDUCE, placed.topology)
+    host = tuned.Measured(Collective.ALLREDUCE, placed, (8,), dict.fromkeys(names, (1e-6,)))
+    gpus = host._replace(placed=tuned.Placed((1, 1), 1, "staged-tcp", islands))
+    network = tuned.Between((1, 1), "tcp", Network(5e-6, 3e-6, 1e9))
+    slower = network._replace(network=Network(9e-6, 3e-6, 1e9))
+    tune._finish(tuned.Tuned((host,), (network,)), file)
+    tune._finish(tuned.Tuned((gpus,)), file)
+    assert file.read_text().endswith(tuned.write(tuned.Tuned((gpus, host), (network,)), ()))
+    again = host._replace(seconds=dict.fromkeys(names, (3e-6,)))
+    tune._finish(tuned.Tuned((again,), (slower,)), file)
+    assert file.read_text().endswith(tuned.write(tuned.Tuned((again, gpus), (slower,)), ()))
 
 
 @pytest.mark.calm

@@ -102,6 +102,9 @@ _CLUSTER = (
 _TUNED = (
     b'[[measured]]\ncollective = "allreduce"\nhosts = [2]\ncores = 2\ntransport = "shm"\nbytes = [8, 64]\n'
     b"[measured.us]\nring = [1.0, 2.0]\n"
+    b'[[measured]]\ncollective = "reduce"\nhosts = [2, 1]\nislands = '
+    b'["cuda 1 on host 0, 1 on host 1", "hip 1 on host 0"]\n'
+    b'cores = 2\ntransport = "mapped"\nbytes = [8]\nus = { tree = [1.0] }\n'
     b'[[network]]\nhosts = [1, 1]\ntransport = "tcp"\nlatency = "5 us"\noverhead = "3 us"\nbandwidth = "1 GB/s"\n'
 )
 

@@ -14,12 +14,26 @@ from hetcoll.errors import ArgumentError
 from hetcoll.plan import tuner
 from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.plan.machine import Machine, Network
-from hetcoll.plan.tuned import Between, Measured, Placed, Tuned, lookup, read, write
+from hetcoll.plan.topology import Islands, RankInfo, Topology
+from hetcoll.plan.tuned import Between, Island, Measured, Placed, Tuned, find, lookup, read, write
 from hetcoll.types import Collective
 
 KIND = Collective.ALLREDUCE
 PLACED = Placed.of(cluster(4))
 ONE = Measured(KIND, PLACED, (8, 1024, 4096), {"tree": (1e-6, 5e-6, 9e-6), "ring": (3e-6, 4e-6, 5e-6)})
+
+
+@st.composite
+def islands_of(draw: st.DrawFn, hosts: tuple[int, ...]) -> tuple[Island, ...]:
+    """Any of all ranks of these hosts, or none."""
+    ranks = [host for host, n in enumerate(hosts) for _ in range(n)]
+    names = draw(st.lists(st.integers(0, 3), min_size=len(ranks), max_size=len(ranks)))
+    found = [[host for host, name in zip(ranks, names, strict=True) if name == each] for each in sorted({*names})]
+    if len(found) < 2:
+        return ()
+    vendors = draw(st.lists(st.sampled_from(["cpu", "cuda", "hip"]), min_size=len(found), max_size=len(found)))
+    counts = [tuple((host, one.count(host)) for host in sorted({*one})) for one in found]
+    return tuple(map(Island, vendors, counts))
 
 
 @st.composite
@@ -29,8 +43,9 @@ def measurements(draw: st.DrawFn) -> Measured:
     times = st.tuples(*[st.floats(1e-8, 10.0)] * len(sizes))
     seconds = draw(st.dictionaries(st.sampled_from(sorted(ALGORITHMS[kind])), times, min_size=1))
     hosts = tuple(draw(st.lists(st.integers(1, 99), min_size=1, max_size=5)))
-    transport = draw(st.sampled_from(["shm", "tcp", "verbs", "shm and tcp", "shm and verbs"]))
-    return Measured(kind, Placed(hosts, draw(st.integers(1, 512)), transport), sizes, seconds)
+    islands, host = draw(islands_of(hosts)), ["shm", "tcp", "verbs", "shm and tcp", "shm and verbs"]
+    transport = draw(st.sampled_from(["mapped", "direct and mapped", "staged-rdma"] if islands else host))
+    return Measured(kind, Placed(hosts, draw(st.integers(1, 512)), transport, islands), sizes, seconds)
 
 
 @given(st.lists(measurements(), max_size=4))
@@ -105,6 +120,76 @@ def test_all_to_alls_with_counts_take_none_that_wants_equal_shares() -> None:
     other = lookup(Collective.ALLTOALLV, topology, [one])
     assert other is not None
     assert other.rows() == [(tuner.UNLIMITED, "pairwise")]
+
+
+def gpus(hosts: str, vendors: str, *, cross: str = "auto") -> Topology:
+    """A rank for each letter: on which host, and whose GPU."""
+    names = {"n": "cuda", "a": "hip", "c": ""}
+    places = enumerate(zip(hosts, vendors, strict=True))
+    ranks = tuple(RankInfo(r, host, vendor=names[vendor], device=str(r)) for r, (host, vendor) in places)
+    return Topology(ranks, cross=cross)
+
+
+def among(topology: Topology, islands: Islands | None = None) -> Placed:
+    return Placed.among(topology, topology.islands if islands is None else islands)
+
+
+def test_layouts_of_gpus_are_told_apart() -> None:
+    placed = among(gpus("aabb", "nana"))
+    assert [*map(str, placed.islands)] == ["cuda 1 on host 0, 1 on host 1", "hip 1 on host 0, 1 on host 1"]
+    assert placed.transport == "mapped"
+    assert placed.members == ((0, 2), (1, 3))
+    others = [
+        among(gpus("aaaa", "nana")),
+        among(gpus("aabb", "nnaa")),
+        among(gpus("aabb", "nnnn"), ((0, 2), (1, 3))),
+        among(gpus("aabb", "nana"), ((0,), (2,), (1,), (3,))),
+        among(gpus("aabb", "nana", cross="staged")),
+        among(gpus("aabb", "nanc")),
+        Placed.of(gpus("aabb", "nana")),
+    ]
+    assert len({placed, *others}) == len(others) + 1
+    assert among(gpus("abab", "nnaa")) == placed, "ranks may have other numbers"
+    assert [*map(str, others[1].islands)] == ["cuda 2 on host 0", "hip 2 on host 1"]
+    assert others[1].transport == "staged-tcp"
+
+
+def test_times_on_gpus_are_not_those_of_host_memory() -> None:
+    topology = gpus("aa", "na")
+    times: dict[str, tuple[float, ...]] = {"ring": (1e-6,), "tree": (2e-6,)}
+    there = Measured(KIND, among(topology), (64,), times)
+    here = there._replace(placed=Placed.of(topology), seconds={"direct": (1e-6,)})
+    assert lookup(KIND, topology, [there]) is None
+    assert lookup(KIND, topology, [there, here]) == here
+    assert find(KIND, among(topology), [here, there], lambda _: True) == there
+    found = find(KIND, among(topology), [there], lambda entry: entry.name == "tree")
+    assert found is not None
+    assert [*found.seconds] == ["tree"]
+    assert find(KIND, among(topology), [here], lambda _: True) is None
+
+
+GPUS = Measured(KIND, among(gpus("aabb", "nnaa")), (8,), {"ring": (1e-6,)})
+ON_GPUS = write(Tuned((GPUS,)), ())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"cuda 2 on host 0", ', "", "file, line 5: measured.1.islands: wanted a list of islands, such as "),
+        ('"cuda 2 on host 0"', '"cuda 1 on host 0"', "together have the ranks of all hosts, got ['cuda 1 on"),
+        ('"cuda 2 on host 0"', '"cuda 2 on host 1"', "together have the ranks of all hosts"),
+        ('"cuda 2 on host 0"', '"cuda 2 on host 0", "hip 0 on host 1"', "together have the ranks of all hosts"),
+        ('"cuda 2 on host 0"', '"tpu 2 on host 0"', "got ['tpu 2 on host 0'"),
+        ('"cuda 2 on host 0"', "2", "got [2, 'hip 2 on host 1']"),
+        ('["cuda 2 on host 0", "hip 2 on host 1"]', '"cuda 2 on host 0"', "got 'cuda 2 on host 0'"),
+        ('"staged-tcp"', '"tcp"', "line 7: measured.1.transport: wanted 'direct' or 'mapped' or "),
+    ],
+)
+def test_what_is_wrong_of_gpus_is_named_with_its_line(old: str, new: str, words: str) -> None:
+    assert old in ON_GPUS
+    assert read(ON_GPUS, "file").times == (GPUS,)
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        read(ON_GPUS.replace(old, new), "file")
 
 
 GOOD = write(Tuned((ONE,), (Between((2, 2), "tcp", Network(5e-6, 3e-6, 1e9)),)), ())

@@ -152,11 +152,11 @@ class Mirror:
 
 
 class Talk:
-    """`allgather` of a few host values between ranks that must pass memory of their own devices."""
+    """`allgather` of a few host values, and barriers, between ranks that must pass memory of their own devices."""
 
     def __init__(self, comm: Any, stream: Stream) -> None:
         self._comm, self._stream = comm, stream
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size, self.barrier = comm.rank, comm.size, comm.barrier
 
     def allgather(self, send: NDArray[Any], recv: NDArray[Any]) -> None:
         """Complete on return."""

@@ -102,11 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--transport", choices=("auto", "shm", "tcp", "verbs"), help="how ranks reach each other (default: the fastest)"
     )
-    add(
-        "--device", type=_device, metavar="DEVICE",
-        help="where buffers are: cpu (default), cuda, hip, auto, or one for each rank, such as cuda,hip,cpu",
-    )  # fmt: skip
-    add("-g", "--ngpus", type=at_least(1), metavar="N", help="so many ranks of the host have a GPU, one each")
+    add_device(parser)
     add("-G", "--graph", type=at_least(1), nargs="?", const=10, metavar="N", help="run a captured graph N times (10)")
     add("-z", "--blocking", action="store_true", help="wait for each call on a GPU before the next")
     add(
@@ -121,6 +117,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="draw bandwidth and latency, as .png or .svg; in dark beside it (*-dark)")
     add("--compare", metavar="FILE", help="of perf (JSON), nccl-tests, osu-micro-benchmarks or PARAM: print ratios")
     add("--progress", choices=("auto", "lines"), default="auto", help=argparse.SUPPRESS)  # lines: terminal.py
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Which ranks have a GPU."""
+    parser.add_argument(
+        "--device", type=_device, metavar="DEVICE",
+        help="where buffers are: cpu (default), cuda, hip, auto, or one for each rank, such as cuda,hip,cpu",
+    )  # fmt: skip
+    parser.add_argument(
+        "-g", "--ngpus", type=at_least(1), metavar="N", help="so many ranks of the host have a GPU, one each"
+    )
 
 
 def expand(args: argparse.Namespace, size: int) -> list[Job]:

@@ -29,7 +29,7 @@ from ..plan.pieces import SLOTS
 from ..plan.topology import Way
 from ..runtime.executor import Prepare
 from ..runtime.planner import Planner
-from ..types import OCP_OF, Collective, DType, Format, ReduceOp
+from ..types import OCP_OF, DType, Format, ReduceOp
 from . import float8, path_probe
 from .far_proof import Exchange, FarProof
 from .planner import Choice, GpuPlanner, by_copies
@@ -55,11 +55,9 @@ class CpuRank:
             raise
         self.two_kinds = float8.two_kinds(self._share.gpus)
         self._links = _Links(wiring, self._share, self._exchange)
-        self._choices = GpuPlanner(planner, self._share, islands, {}, None)
+        self.choices = GpuPlanner(planner, self._share, islands, {}, None)
         binder = _HostBinder(wiring, self._links)
-        self._plans = GpuPlans(
-            wiring.rank, wiring.size, islands, self._share.slot_bytes, binder, planner, self._choices
-        )
+        self._plans = GpuPlans(wiring.rank, wiring.size, islands, self._share.slot_bytes, binder, planner, self.choices)
         self._unfinished: list[path_probe.Bytes] = []
 
     def prove(self, meet: Meet, prepare: Prepare, timeout: float) -> None:
@@ -100,14 +98,14 @@ class CpuRank:
             self._planner.note(shape.id, call.describe(), call.nbytes)
             return shape
 
-        return self._choices.bound(call, bind)
+        return self.choices.bound(call, bind)
 
     def point(self, ends: SendRecv, timeout: float, check: Check) -> _native.Shape:
         """As `runtime.host.HostPlans.point`."""
         key = (ends.first.dtype, *ends.counts)
 
         def bind() -> _native.Shape:
-            shape = self._links.during(timeout, check, lambda: self._plans.messages(*key, self._choices.carrier))
+            shape = self._links.during(timeout, check, lambda: self._plans.messages(*key, self.choices.carrier))
             self._planner.note(shape.id, ends.describe(), ends.nbytes)
             return shape
 
@@ -148,10 +146,6 @@ class CpuRank:
             for peer, gpu in gpus
             if gpu.vendor
         )
-
-    def explain(self, collective: Collective, nbytes: int, form: Format) -> str:
-        """See `planner.GpuPlanner.explain`."""
-        return self._choices.explain(collective, nbytes, form)
 
     def close(self) -> None:
         """Give everything back. The engine must be closed."""

@@ -29,7 +29,7 @@ from ..health.diagnosis import Diagnosis
 from ..links.wiring import Wiring
 from ..runtime.executor import FastPath, Prepare, Seen
 from ..runtime.planner import Planner
-from ..types import OCP_OF, Collective, DType, Format
+from ..types import OCP_OF, DType
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
@@ -114,7 +114,7 @@ class GpuExecutor:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
             near = None if share.lender is None else NearMemory(device, share, meet, slots=planner.own_plans)
-            choices = self._choices = GpuPlanner(planner, share, islands, windows, near)
+            choices = self.choices = GpuPlanner(planner, share, islands, windows, near)
             slots = near if planner.own_plans else None
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, slots, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
@@ -166,7 +166,7 @@ class GpuExecutor:
 
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all ranks of this host, all ranks together: see `path_probe`."""
-        choices, given_up = self._choices, self._proofs.inside(meet, timeout)
+        choices, given_up = self.choices, self._proofs.inside(meet, timeout)
         no_rings = self._proofs.rings(self._bind_gather, meet) if self._one_kernel.near else ""
         choices.settle(given_up=given_up, no_rings=no_rings, unmapped=self._edges.why_not_captured(None))
         self.look_at_windows()
@@ -236,7 +236,7 @@ class GpuExecutor:
 
     def _launch(self, call: Call, stream: int, async_op: bool, seconds: float, *, again: bool = True) -> GpuWork:
         """`again`: the fast path may run such a call when it comes again."""
-        bound = self._choices.bound(call, lambda choice: self._bind(call, again, choice))
+        bound = self.choices.bound(call, lambda choice: self._bind(call, again, choice))
         lost = self._residual(call, bound) if call.compress else 0
         source, target = (0 if buffer is None else buffer.ptr for buffer in (call.send, call.recv))
         with self._deadlines.call(call.describe, stream, async_op, seconds) as (on, apart):
@@ -271,7 +271,7 @@ class GpuExecutor:
 
     def look_at_windows(self) -> None:
         """There are others: where the buffers of some calls are counts, at which the fast path does not look."""
-        self._calls.leave_out(sum(1 << each for each in self._choices.watched))
+        self._calls.leave_out(sum(1 << each for each in self.choices.watched))
 
     def bound(
         self,
@@ -357,10 +357,6 @@ class GpuExecutor:
     def paths(self) -> tuple[str, ...]:
         """For people: how data goes from this rank's GPU to every other."""
         return tuple(filter(None, (*self._edges.describe_all(self._islands), unlike_float8(self._share.gpus))))
-
-    def explain(self, collective: Collective, nbytes: int, form: Format) -> str:
-        """See `planner.GpuPlanner.explain`."""
-        return self._choices.explain(collective, nbytes, form)
 
     def counters(self) -> dict[str, int]:
         """Of the RDMA links between this GPU and those of other hosts."""

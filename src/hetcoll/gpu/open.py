@@ -23,6 +23,7 @@ from . import streams
 
 if TYPE_CHECKING:
     from ..links.verbs.memory import Lease, Memory
+    from ..plan.tuned import Placed
     from ..runtime.planner import Planner
     from ..vendors.devices.base import Device
     from .copies import Copies
@@ -287,7 +288,13 @@ class Gpus:
     def explain(self, collective: Collective, nbytes: int, form: Format) -> str:
         """For people: how a collective on GPUs runs, once there were some."""
         path = self.executor or self.cpu_rank
-        return "" if path is None else path.explain(collective, nbytes, form)
+        return "" if path is None else path.choices.explain(collective, nbytes, form)
+
+    def to_measure(self, collective: Collective, nbytes: int) -> tuple[Placed, list[str]] | None:
+        """See `planner.GpuPlanner.to_measure`."""
+        path = self.executor or self.cpu_rank
+        assert path is not None, "there were calls"
+        return path.choices.to_measure(collective, nbytes)
 
     def describe(self) -> tuple[str, ...]:
         """For people: how data goes to each GPU, once that is known."""

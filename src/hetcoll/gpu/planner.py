@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..calls import Call
 from ..errors import spell_ranks
-from ..plan import one_kernel
+from ..plan import one_kernel, tuned
 from ..plan.algorithms import Algorithm
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.pieces import message_pieces, piece_bytes
@@ -178,7 +178,10 @@ class GpuPlanner:
         if kind is Collective.ALLTOALLV or (kind is Collective.ALLTOALL and self._islands.whole and not named):
             return Choice(Mechanism.MESSAGES, mates=frozenset() if named else self._all_mates, aside=_in_place(call))
         islands, local = self._serving(call)
-        entry = ISLANDS[kind.plain] if call.compress else self._planner.on_gpus(kind, call.nbytes, islands)
+        if call.compress:
+            entry = ISLANDS[kind.plain]
+        else:
+            entry = self._planner.on_gpus(kind, call.nbytes, islands, self._share.topology)
         return Choice(Mechanism.PLAN, algorithm=entry, islands=islands, local=local)
 
     def _serving(self, call: Call) -> tuple[Islands, Native | None]:
@@ -229,6 +232,16 @@ class GpuPlanner:
     def _named(self, collective: Collective) -> bool:
         """Whether HETCOLL_ALGO takes it from the library that serves all ranks."""
         return self._islands.whole and self._planner.asked(collective) is not None
+
+    def to_measure(self, collective: Collective, nbytes: int) -> tuple[tuned.Placed, list[str]] | None:
+        """The algorithms of which a call on float32, with sums, takes the fastest, and for which islands that is
+        measured; None where there is no choice: one kernel does it, a library, or there is one plan."""
+        call = Call(collective, None, None, DType.FLOAT32, -1, nbytes)
+        islands, _ = self._serving(call)
+        if not self._why_no_kernel(call) or len(islands) == 1:
+            return None
+        names = self._planner.choices_on_gpus(collective, islands, self._share.topology)
+        return (tuned.Placed.among(self._share.topology, islands), names) if len(names) > 1 else None
 
     # Windows.
 
@@ -331,7 +344,7 @@ class GpuPlanner:
         """Why a plan is drawn by its algorithm."""
         if call.compress:
             return "the one that compresses"
-        return self._planner.why_on_gpus(call.collective, call.nbytes, plan.islands)
+        return self._planner.why_on_gpus(call.collective, call.nbytes, plan.islands, self._share.topology)
 
     def _tell_plan(self, call: Call, plan: Choice) -> str:
         assert plan.algorithm is not None

@@ -1,6 +1,7 @@
 """What `hetcoll tune` measured, as a file that people review and commit: times of algorithms, for ranks that are placed
 in one way. Where a job's are placed so, the fastest are taken; elsewhere the cost model chooses. Of several hosts it
-has what the network takes, too, from which the model starts where there are no times.
+has what the network takes, too, from which the model starts where there are no times. Where `islands` are named, the
+times are those of data on GPUs, among these islands.
 
 Examples
 --------
@@ -20,34 +21,72 @@ Examples
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, combinations, islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..types import REDUCING, Collective
 from . import tuner
-from .algorithms import ALGORITHMS, installed, known
+from .algorithms import ALGORITHMS, Algorithm, installed, known
 from .machine import Machine, Network
-from .topology import RankInfo, Setting, Topology
+from .topology import SPELLED, Islands, RankInfo, Setting, Topology
 
 if TYPE_CHECKING:
     from .document import Document
 
 _TABLES = {
-    "measured": ("collective", "hosts", "cores", "transport", "bytes", "us"),
+    "measured": ("collective", "hosts", "islands", "cores", "transport", "bytes", "us"),
     "network": ("hosts", "transport", "latency", "overhead", "bandwidth"),
 }
+_OPTIONAL = ("islands",)
 _TRANSPORTS = "shm|tcp|verbs|shm and tcp|shm and verbs"
+_WAYS = "|".join(" and ".join(some) for n in (1, 2, 3) for some in combinations(sorted(SPELLED), n))  # of GPUs
+_ISLAND = re.compile(r"(cpu|cuda|hip) (\d+ on host \d+(?:, \d+ on host \d+)*)")
 _BETTER = 0.97  # of the time of what is taken for smaller messages, at most: else that stays
 
 
+class Island(NamedTuple):
+    """Of data on GPUs: whose they are, ``cpu`` where there is none, and how many of its ranks each host has, by the
+    number of the host."""
+
+    vendor: str
+    ranks: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        return f"{self.vendor} {', '.join(f'{count} on host {host}' for host, count in self.ranks)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Island:
+        """ValueError where it is spelled in another way."""
+        if not (found := _ISLAND.fullmatch(text)):
+            raise ValueError(text)
+        words = [part.split(" on host ") for part in found[2].split(", ")]
+        return cls(found[1], tuple((int(host), int(count)) for count, host in words))
+
+
 class Placed(NamedTuple):
-    """How ranks are placed: how many on each host, of which so many cores count, and what carries their messages."""
+    """How ranks are placed: how many on each host, of which so many cores count, and what carries their messages. Of
+    data on GPUs, among which islands: then a `Way` or several."""
 
     hosts: tuple[int, ...]
     cores: int
     transport: str
+    islands: tuple[Island, ...] = ()
+
+    @classmethod
+    def among(cls, topology: Topology, islands: Islands) -> Placed:
+        """Of data on GPUs: of what carries it counts what is between islands that follow each other."""
+        host_of = {rank: host for host, ranks in enumerate(topology.hosts) for rank in ranks}
+        found = tuple(
+            Island(topology.ranks[ranks[0]].vendor or "cpu", tuple(sorted(Counter(host_of[r] for r in ranks).items())))
+            for ranks in islands
+        )
+        ways = {topology.way(a[0], b[0]) for a, b in pairwise([*islands, islands[0]]) if a != b}
+        return cls.of(topology)._replace(transport=" and ".join(sorted(ways)), islands=found)
 
     @classmethod
     def of(cls, topology: Topology) -> Placed:
@@ -59,10 +98,16 @@ class Placed(NamedTuple):
         return cls(hosts, min(topology.cores, max(hosts)), transport)
 
     @property
+    def members(self) -> Islands:
+        """The ranks of each island, those of `topology`."""
+        left = [iter(range(end - n, end)) for n, end in zip(self.hosts, accumulate(self.hosts), strict=True)]
+        return tuple(tuple(r for host, n in one.ranks for r in islice(left[host], n)) for one in self.islands)
+
+    @property
     def topology(self) -> Topology:
         """Ranks that are placed so, by shared memory and TCP."""
         hosts = [str(number) for number, ranks in enumerate(self.hosts) for _ in range(ranks)]
-        setting: Setting = "tcp" if self.transport == "tcp" else "auto"
+        setting: Setting = "tcp" if self.transport in ("tcp", "staged-tcp") else "auto"
         return Topology(tuple(RankInfo(r, host, self.cores) for r, host in enumerate(hosts)), setting)
 
 
@@ -139,12 +184,17 @@ def lookup(
     collective: Collective, topology: Topology, measured: Iterable[Measured], ordered: bool = False
 ) -> Measured | None:
     """What was measured of this collective for ranks that are placed as these are, of algorithms that may be taken."""
-    placed, kind = Placed.of(topology), collective.plain
+    free = collective.plain not in REDUCING or not ordered
+    return find(collective, Placed.of(topology), measured, lambda e: e.supports(topology.size) and (free or e.ordered))
+
+
+def find(
+    collective: Collective, placed: Placed, measured: Iterable[Measured], may: Callable[[Algorithm], bool]
+) -> Measured | None:
+    """The same for ranks that are `placed` so, of algorithms that `may` be taken."""
     for one in measured:
-        if one.collective is kind and one.placed == placed:
-            free = kind not in REDUCING or not ordered
-            entries = known(collective).items()
-            able = {name for name, entry in entries if entry.supports(topology.size) and (free or entry.ordered)}
+        if one.collective is collective.plain and one.placed == placed:
+            able = {name for name, entry in known(collective).items() if may(entry)}
             seconds = {name: times for name, times in one.seconds.items() if name in able}
             return one._replace(seconds=seconds) if seconds else None
     return None
@@ -182,7 +232,7 @@ def _whole(document: Document, path: tuple[str | int, ...], given: dict[str, obj
         if key not in keys:
             document.refuse((*path, key), f"is no key here: there are {', '.join(keys)}")
     for key in keys:
-        if key not in given:
+        if key not in given and key not in _OPTIONAL:
             document.refuse(path, f"wanted {key} there")
 
 
@@ -201,9 +251,10 @@ def _read(document: Document, path: tuple[str | int, ...], given: dict[str, obje
     _whole(document, path, given)
     labels = "|".join(kind.label for kind in Collective if kind.plain is kind)
     collective = Collective[document.read((*path, "collective"), labels, given["collective"]).upper()]
-    hosts = _list(document, (*path, "hosts"), "some", given["hosts"])
+    hosts = tuple(map(int, _list(document, (*path, "hosts"), "some", given["hosts"])))
+    islands = _islands(document, (*path, "islands"), hosts, given["islands"]) if "islands" in given else ()
     cores = document.read((*path, "cores"), "some", given["cores"])
-    transport = document.read((*path, "transport"), _TRANSPORTS, given["transport"])
+    transport = document.read((*path, "transport"), _WAYS if islands else _TRANSPORTS, given["transport"])
     nbytes = _list(document, (*path, "bytes"), "some", given["bytes"])
     if list(nbytes) != sorted(set(nbytes)):
         document.refuse((*path, "bytes"), f"wanted rising sizes, got {list(nbytes)}")
@@ -218,7 +269,24 @@ def _read(document: Document, path: tuple[str | int, ...], given: dict[str, obje
         if len(found) != len(nbytes):
             document.refuse((*path, "us", algorithm), f"wanted {len(nbytes)} times, one a size, got {len(found)}")
         seconds[algorithm] = tuple(time * 1e-6 for time in found)
-    return Measured(collective, Placed(tuple(map(int, hosts)), cores, transport), tuple(map(int, nbytes)), seconds)
+    return Measured(collective, Placed(hosts, cores, transport, islands), tuple(map(int, nbytes)), seconds)
+
+
+def _islands(
+    document: Document, path: tuple[str | int, ...], hosts: tuple[int, ...], given: object
+) -> tuple[Island, ...]:
+    """Two or more, of all ranks."""
+    try:
+        found = tuple(map(Island.parse, given if isinstance(given, list) else ()))
+    except (TypeError, ValueError):
+        found = ()
+    told, there = [pair for one in found for pair in one.ranks], dict.fromkeys(range(len(hosts)), 0)
+    for host, count in told:
+        there[host] = there.get(host, 0) + count
+    if len(found) < 2 or any(count < 1 for _, count in told) or [*there.values()] != [*hosts]:
+        wanted = 'a list of islands, such as "cuda 2 on host 0", that together have the ranks of all hosts'
+        document.refuse(path, f"wanted {wanted}, got {given!r}")
+    return found
 
 
 def _list(document: Document, path: tuple[str | int, ...], kind: str, given: object) -> Sequence[float]:
@@ -236,8 +304,9 @@ def write(found: Tuned, about: Sequence[str]) -> str:
         lines += [f'latency = "{latency * 1e6:.4g} us"', f'overhead = "{overhead * 1e6:.4g} us"']
         lines.append(f'bandwidth = "{bandwidth / 1e6:.4g} MB/s"')
     for one in found.times:
-        hosts, cores, transport = one.placed
+        hosts, cores, transport, islands = one.placed
         lines += ["", "[[measured]]", f'collective = "{one.collective.label}"', f"hosts = {list(hosts)}"]
+        lines += [f"islands = {json.dumps([*map(str, islands)])}"] if islands else []
         lines += [f"cores = {cores}", f'transport = "{transport}"', f"bytes = {list(one.nbytes)}", "[measured.us]"]
         for name, seconds in one.seconds.items():
             lines.append(f"{name} = [{', '.join(f'{time * 1e6:.4g}' for time in seconds)}]")

@@ -81,7 +81,7 @@ def choose(
             )
         return Choice(forced, found.get(forced, math.nan), "asked for")
     name = look_up(table(collective, topology, machine=machine, ordered=ordered), nbytes)
-    return Choice(name, found[name], _before(found, name))
+    return Choice(name, found[name], before(found, name))
 
 
 def times(
@@ -97,7 +97,7 @@ def times(
     return {name: min(fixed + nbytes * slope for fixed, slope in forms) for name, forms in found.items()}
 
 
-def _before(found: Mapping[str, float], name: str) -> str:
+def before(found: Mapping[str, float], name: str) -> str:
     """Why that one is taken, for people."""
     others = sorted((t, other) for other, t in found.items() if other != name)
     told = ", ".join(f"{other} ({t * 1e6:.1f} us)" for t, other in others)
@@ -163,16 +163,14 @@ def table_among(
     return [(upper if upper == UNLIMITED else upper * fewest, name) for upper, name in rows]
 
 
-def why_among(
-    collective: Collective, nbytes: int, topology: Topology, islands: Islands, able: Callable[[Algorithm], bool],
-    name: str,
-) -> str:  # fmt: skip
-    """Why that one is taken of `table_among`, for people: what others would take."""
+def times_among(
+    collective: Collective, nbytes: int, topology: Topology, islands: Islands, able: Callable[[Algorithm], bool]
+) -> dict[str, float]:
+    """The predicted seconds of each algorithm of which `table_among` takes one."""
     found = lines(collective, _firsts(topology, islands), GPUS, hosts=False)
     part, kinds = nbytes / min(map(len, islands)), ALGORITHMS[collective.plain]
-    times = {each: min(fixed + part * slope for fixed, slope in forms)
-             for each, forms in found.items() if able(kinds[each]) and kinds[each].levels is None}  # fmt: skip
-    return _before(times, name)
+    return {name: min(fixed + part * slope for fixed, slope in forms)
+            for name, forms in found.items() if able(kinds[name]) and kinds[name].levels is None}  # fmt: skip
 
 
 def _firsts(topology: Topology, islands: Islands) -> Topology:

@@ -22,6 +22,7 @@ from ..work import Work
 
 if TYPE_CHECKING:
     from ..links.verbs.memory import Lease, Memory
+    from ..plan.tuned import Placed
     from .planner import Planner  # a communicator loads it
 
 T = TypeVar("T")
@@ -271,6 +272,10 @@ class Gpus(Protocol):
         """What this rank's part in GPU calls holds."""
 
     def explain(self, collective: Collective, nbytes: int, form: Format) -> str: ...
+
+    def to_measure(self, collective: Collective, nbytes: int) -> tuple[Placed, list[str]] | None:
+        """For `hetcoll tune`: how the ranks are placed, and the algorithms of which such a call takes the fastest, of
+        float32 and sums; None where it has no choice. There were calls on GPUs."""
 
     def describe(self) -> tuple[str, ...]: ...
 

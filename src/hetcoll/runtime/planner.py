@@ -228,50 +228,64 @@ class Planner:
         """What the cost model starts from."""
         return Machine() if self._wiring.measured is None else self._wiring.measured.machine(self._wiring.topology)
 
-    def on_gpus(self, collective: Collective, nbytes: int, islands: Islands) -> Algorithm:
-        """The algorithm of a call that GPUs take part in, whose vendors' libraries serve `islands`: one call of the
-        library, where there is one island. `nbytes` is the larger of its two buffers.
+    def on_gpus(self, collective: Collective, nbytes: int, islands: Islands, topology: Topology) -> Algorithm:
+        """The algorithm of a call that GPUs of `topology` take part in, whose vendors' libraries serve `islands`: one
+        call of the library, where there is one. `nbytes` is the larger of its two buffers.
 
         Raises
         ------
         ArgumentError
             HETCOLL_ALGO asks for another one, which cannot be had there.
         """
-        size, forced, kind = self._wiring.topology.size, self._forced.get(collective), collective.plain
+        size, forced, kind = topology.size, self._forced.get(collective), collective.plain
         m, inside = len(islands), len(islands) < size
         if self._only_islands(collective, islands):
             if forced is not None:
-                who = f"islands, over {spell_islands(islands)},"
                 raise ArgumentError(
-                    f"HETCOLL_ALGO asks for {collective.label} by {forced}, but on these GPUs {who} runs it;"
-                    " HETCOLL_ISLANDS with each rank apart ('0|1|...') makes every algorithm possible"
+                    f"HETCOLL_ALGO asks for {collective.label} by {forced}, but on these GPUs islands, over"
+                    f" {spell_islands(islands)}, runs it; HETCOLL_ISLANDS with each rank apart ('0|1|...') makes every"
+                    " algorithm possible"
                 )
             return ISLANDS[kind]
         does = self._able(collective, m)
         if forced is None:
-            name = self._chosen_among(collective, nbytes, islands)
-            if inside and name in ("direct", "oneshot" if m == 2 else ""):
-                return ISLANDS[kind]  # which is that one
-        elif does(find(collective, forced)):
-            name = forced
-        else:
-            who = f"{size} ranks" if not inside else f"{m} islands of ranks"
-            raise ArgumentError(
-                f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {who} with GPUs cannot do"
-                f"{' in the order of ranks' * (self.ordered and collective in REDUCING)}:"
-                f" wanted {', '.join(name for name, e in ALGORITHMS[kind].items() if does(e))}"
-            )
-        entry = find(collective, name)
-        return among(entry) if inside else entry
+            return self._among(collective, self._chosen_among(collective, nbytes, islands, topology), islands)
+        if does(entry := find(collective, forced)):
+            return among(entry) if inside else entry
+        who = f"{size} ranks" if not inside else f"{m} islands of ranks"
+        raise ArgumentError(
+            f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {who} with GPUs cannot do"
+            f"{' in the order of ranks' * (self.ordered and collective in REDUCING)}:"
+            f" wanted {', '.join(name for name, e in ALGORITHMS[kind].items() if does(e))}"
+        )
 
-    def why_on_gpus(self, collective: Collective, nbytes: int, islands: Islands) -> str:
+    def _among(self, collective: Collective, name: str, islands: Islands) -> Algorithm:
+        """What runs where an algorithm is chosen."""
+        if len(islands) == self._wiring.topology.size:
+            return find(collective, name)
+        if name in ("direct", "oneshot" if len(islands) == 2 else ""):
+            return ISLANDS[collective.plain]  # which is that one
+        return among(find(collective, name))
+
+    def choices_on_gpus(self, collective: Collective, islands: Islands, topology: Topology) -> list[str]:
+        """Of what `on_gpus` chooses where HETCOLL_ALGO leaves it open; of those that run alike the first."""
+        if self._only_islands(collective, islands):
+            return []
+        able, found = self._able(collective, len(islands)), dict[Algorithm, str]()
+        for name in tuner.times_among(collective, 0, topology, islands, able):
+            found.setdefault(self._among(collective, name, islands), name)
+        return [*found.values()]
+
+    def why_on_gpus(self, collective: Collective, nbytes: int, islands: Islands, topology: Topology) -> str:
         """Why `on_gpus` takes that one, for people."""
         if self._forced.get(collective) is not None:
             return "asked for"
         if self._only_islands(collective, islands):
             return "the only one"
-        name, able = self._chosen_among(collective, nbytes, islands), self._able(collective, len(islands))
-        return tuner.why_among(collective, nbytes, self._wiring.topology, islands, able, name)
+        predicted = tuner.times_among(collective, nbytes, topology, islands, self._able(collective, len(islands)))
+        if one := self._measured_among(collective, islands, topology):
+            return one.choose(nbytes, predicted).reason
+        return tuner.before(predicted, self._chosen_among(collective, nbytes, islands, topology))
 
     def _only_islands(self, collective: Collective, islands: Islands) -> bool:
         """Whether there is one plan over islands of ranks that libraries serve, and no choice."""
@@ -284,12 +298,19 @@ class Planner:
         alike = collective.plain not in AMONG  # shares among islands may be of unequal length
         return lambda e: e.stretches is None and (alike or not e.equal) and e.supports(m) and (e.ordered or not ordered)
 
-    def _chosen_among(self, collective: Collective, nbytes: int, islands: Islands) -> str:
+    def _measured_among(self, collective: Collective, islands: Islands, topology: Topology) -> tuned.Measured | None:
+        """As `_measured`, on GPUs."""
+        if self._wiring.measured is None:
+            return None
+        placed, able = tuned.Placed.among(topology, islands), self._able(collective, len(islands))
+        return tuned.find(collective, placed, self._wiring.measured.times, able)
+
+    def _chosen_among(self, collective: Collective, nbytes: int, islands: Islands, topology: Topology) -> str:
         """The fastest one."""
         key = collective, len(islands)
         if key not in self._tables_among:
-            able = self._able(collective, len(islands))
-            self._tables_among[key] = tuner.table_among(collective, self._wiring.topology, islands, able)
+            able, one = self._able(collective, len(islands)), self._measured_among(collective, islands, topology)
+            self._tables_among[key] = one.rows() if one else tuner.table_among(collective, topology, islands, able)
         return tuner.look_up(self._tables_among[key], nbytes)
 
     @property
