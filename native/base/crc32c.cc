@@ -75,6 +75,7 @@ __attribute__((target("sse4.2,crc32,pclmul"))) std::uint32_t Instructions(std::u
   std::uint64_t crc = ~start;
   for (; n >= 3 * kLane; n -= 3 * kLane, p += 3 * kLane) {
     std::uint64_t second = 0, third = 0;
+#pragma GCC unroll 4
     for (std::size_t i = 0; i < kLane; i += 8) {
       crc = _mm_crc32_u64(crc, Load(p + i));
       second = _mm_crc32_u64(second, Load(p + kLane + i));
@@ -82,10 +83,22 @@ __attribute__((target("sse4.2,crc32,pclmul"))) std::uint32_t Instructions(std::u
     }
     crc = Advance(crc, kPastTwo) ^ Advance(second, kPastOne) ^ third;
   }
-  for (; n >= 8; n -= 8, p += 8) crc = _mm_crc32_u64(crc, Load(p));
+  for (; n >= 64; n -= 64, p += 64) {
+#pragma GCC unroll 8
+    for (std::size_t i = 0; i < 64; i += 8) crc = _mm_crc32_u64(crc, Load(p + i));
+  }
+  for (const std::byte* end = p + (n & ~std::size_t{7}); p != end; p += 8) crc = _mm_crc32_u64(crc, Load(p));
   auto rest = static_cast<std::uint32_t>(crc);
-  for (; n > 0; --n, ++p) rest = _mm_crc32_u8(rest, static_cast<unsigned char>(*p));
+  for (n &= 7; n > 0; --n, ++p) rest = _mm_crc32_u8(rest, static_cast<unsigned char>(*p));
   return ~rest;
+}
+
+__attribute__((target("sse4.2,crc32"))) std::uint32_t WordInstructions(const void* data) {
+  const auto* p = static_cast<const std::byte*>(data);
+  std::uint64_t crc = ~std::uint32_t{0};
+#pragma GCC unroll 5
+  for (std::size_t i = 0; i < kWords; ++i) crc = _mm_crc32_u64(crc, Load(p + 8 * i));
+  return ~static_cast<std::uint32_t>(crc);
 }
 
 bool HasInstructions() { return cpu::HasSse42AndPclmul(); }
@@ -99,6 +112,8 @@ __attribute__((target("+crc"))) std::uint32_t Instructions(std::uint32_t start, 
   for (; n > 0; --n, ++p) crc = __crc32cb(crc, static_cast<std::uint8_t>(*p));
   return ~crc;
 }
+
+std::uint32_t WordInstructions(const void* data) { return Instructions(0, data, 8 * kWords); }
 
 bool HasInstructions() { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
 
@@ -128,13 +143,22 @@ Function Hardware() {
   return nullptr;
 }
 
-}  // namespace hetcoll::crc32c
+// Chosen before anything is checked: asking each time cost as much as a header's checksum.
+const Function kBest = Hardware() != nullptr ? Hardware() : Table;
 
-namespace hetcoll {
+namespace {
 
-std::uint32_t Crc32c(std::uint32_t crc, const void* data, std::size_t n) {
-  static const crc32c::Function best = crc32c::Hardware() != nullptr ? crc32c::Hardware() : crc32c::Table;
-  return best(crc, data, n);
+std::uint32_t WordTable(const void* data) { return Table(0, data, 8 * kWords); }
+
+OfWords BestOfWords() {
+#if defined(__x86_64__) || defined(__aarch64__)
+  if (HasInstructions()) return WordInstructions;
+#endif
+  return WordTable;
 }
 
-}  // namespace hetcoll
+}  // namespace
+
+const OfWords kBestOfWords = BestOfWords();
+
+}  // namespace hetcoll::crc32c

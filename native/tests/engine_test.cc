@@ -93,6 +93,7 @@ void SpoiledAfterTheCall();
 void SpoiledForEver();
 void SpoiledAndReset();
 void CheckedLinks();
+void Samples();
 
 void GpusOfOneHost();
 void SignalsOfPrograms();
@@ -205,6 +206,7 @@ constexpr Scenario kScenarios[] = {
     {"integrity: spoiled for ever", SpoiledForEver},
     {"integrity: spoiled and reset", SpoiledAndReset},
     {"integrity: sound", CheckedLinks},
+    {"integrity: samples", Samples},
     {"gpus", GpusOfOneHost},
     {"signals", SignalsOfPrograms},
     {"gpus: proxy", GpusOfManyHosts},

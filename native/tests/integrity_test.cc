@@ -5,6 +5,7 @@
 
 #include "base/crc32c.h"
 #include "mender.h"
+#include "transport/tcp_block.h"
 
 namespace hetcoll::testing {
 
@@ -43,9 +44,10 @@ void Checksums() {
 namespace {
 
 constexpr std::size_t kCount = 100'003;  // float32: messages of several checked pieces
-// Of a header, which has 44, of the piece behind it, of its checksum, of the next header, and so on.
-constexpr int kBytes[] = {1, 8, 20, 33, 41, 44, 45, 1000, 65536, 65581, 65584, 65585, 65600, 200000};
-constexpr int kSmallBytes[] = {1, 33, 44, 45, 50, 84, 85, 92, 93, 100, 300};
+// Of a header, which has 48, of the piece behind it, of its checksum, which has 16, of the next header, and so on.
+constexpr int kBytes[] = {1, 8, 20, 33, 41, 48, 49, 1000, 65584, 65585, 65593, 65600, 65601, 65640, 200000};
+// Of the first message, of 40 or 44 bytes, which is checked, and of headers behind it.
+constexpr int kSmallBytes[] = {1, 33, 48, 49, 60, 88, 93, 104, 110, 150, 230};
 
 // All-reduces of 3 ranks, `big` and small, until one fails. How many ranks saw an error, each of which names the edge.
 int Spoiled(const std::string& fault, Integrity integrity, int stripes, std::size_t count) {
@@ -79,7 +81,7 @@ int Spoiled(const std::string& fault, Integrity integrity, int stripes, std::siz
 }  // namespace
 
 // Without anybody who mends sockets. Whichever byte it is: of a header, of data or of a checksum. Large messages are
-// found by Integrity::kAll, and small ones, whose every byte is checked, by Integrity::kSampled as well.
+// found by Integrity::kAll, and the first small ones, whose every byte is checked, by Integrity::kSampled as well.
 void SpoiledBytes() {
   for (const int stripes : {1, 3}) {
     for (const int byte : kBytes) {
@@ -144,11 +146,12 @@ void SpoiledAfterTheCall() {
     std::uint64_t byte;
     Integrity integrity;
   };
-  // Two messages go by, 3 headers, and the third one begins with a piece that is checked.
-  constexpr std::uint64_t kSampledAt = 2 * 3000000 + 3 * 44;
+  // So many messages go by, each with a header, and the next one begins with a piece that is checked.
+  constexpr std::uint64_t kBefore = (kSampleOf * Cutter::kPiece + 2999999) / 3000000;
+  constexpr std::uint64_t kSampledAt = kBefore * 3000000 + (kBefore + 1) * BlockHeader::kChecked;
   for (const Kind k :
        {Kind{100, 60, Integrity::kAll}, Kind{4000, 3000, Integrity::kAll}, Kind{300000, 200000, Integrity::kAll},
-        Kind{1500000, 1000000, Integrity::kAll}, Kind{700, 2000, Integrity::kSampled},
+        Kind{1500000, 1000000, Integrity::kAll}, Kind{700, 600, Integrity::kSampled},
         Kind{3000000, 3000060, Integrity::kSampled}, Kind{3000000, kSampledAt + 400, Integrity::kSampled}}) {
     for (const int stripes : {1, 2}) {
       // The sample of a link of several stripes falls elsewhere.
@@ -163,7 +166,7 @@ void SpoiledAfterTheCall() {
       Mender mender(job, 0, 1);
       job.Run([&](int rank, Engine& e) {
         const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, k.nbytes);
-        for (int round = 0; round < 4; ++round) {
+        for (std::uint64_t round = 0; round < kBefore + 2; ++round) {
           Bytes data(k.nbytes, static_cast<std::byte>(round + 1));
           if (rank == 0) {
             CHECK(RunToEnd(e, shape, data.data(), nullptr) == Outcome::kDone, "%s", e.failure().text.c_str());
@@ -172,7 +175,7 @@ void SpoiledAfterTheCall() {
             SleepMs(round == 0 ? 20 : 0);
             Bytes came(k.nbytes);
             CHECK(RunToEnd(e, shape, nullptr, came.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
-            CHECK(came == data, "%s, %zu bytes, round %d", fault.c_str(), k.nbytes, round);
+            CHECK(came == data, "%s, %zu bytes, round %zu", fault.c_str(), k.nbytes, std::size_t{round});
           }
         }
       });
@@ -254,7 +257,30 @@ void CheckedLinks() {
   constexpr std::size_t kLarge = 20 << 20;
   for (int i = 0; i < 4; ++i) Allreduce(job, RingAllreduce, DType::kUint64, kLarge / 8, "large");
   const double part = static_cast<double>(job.engine(0).integrity().checked_bytes.get()) / (8.0 * kLarge);
-  CHECK(part > 1.0 / 128 && part < 1.0 / 32, "%g of the bytes were checked", part);
+  CHECK(part * kSampleOf > 0.5 && part * kSampleOf < 2, "%g of the bytes were checked", part);
+}
+
+// By counts, what a sample is of, for messages of any size: time does not tell a hundredth.
+void Samples() {
+  for (const std::size_t nbytes : {1u, 8u, 1024u, 1025u, 4096u, 65536u, 300000u, 9000000u}) {
+    Cutter cutter(Integrity::kSampled);
+    std::size_t messages = 0, blocks = 0, checked = 0, checks = 0;
+    for (; messages < 64 || messages * nbytes < std::size_t{256} << 20; ++messages) {
+      for (std::size_t at = 0; at < nbytes; ++blocks) {
+        const Cutter::Cut cut = cutter.Next(nbytes, nbytes - at, std::size_t{64} << 20);
+        at += cut.length;
+        checked += cut.checked ? cut.length : 0;
+        checks += cut.checked;
+      }
+    }
+    const double part = static_cast<double>(checked) / static_cast<double>(messages * nbytes);
+    const double most = nbytes <= kSmall ? 1.0 / kSmallOf : 1.0 / kSampleOf;
+    CHECK(part <= most * 1.01, "%g of messages of %zu bytes is checked", part, nbytes);
+    CHECK(part > most * 0.9, "%g of messages of %zu bytes is checked", part, nbytes);
+    // What is checked is a block by itself, and what lies behind it another one.
+    CHECK(blocks - messages <= 2 * checks + messages * (nbytes >> 22), "%zu blocks", blocks);
+  }
+  CHECK(Cutter(Integrity::kSampled).Next(8, 8, 1 << 20).checked, "the first small message of a link is checked");
 }
 
 }  // namespace hetcoll::testing

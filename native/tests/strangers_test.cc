@@ -4,6 +4,7 @@
 #include "host/windows.h"
 #include "shm_pair.h"
 #include "transport/tcp.h"
+#include "transport/tcp_block.h"
 #include "transport/tcp_mending.h"
 #include "verbs_harness.h"
 
@@ -93,7 +94,7 @@ void AskedForWhatIsGone() {
   CHECK(link.send->Push(m, 0, data.data(), data.size()) == 70'000, "it was not sent");
   CHECK(shared->mending->Hold(id, 1, true).has_value(), "it is not held");
   Mending::Resumed resumed;
-  const Came came{44 + data.size(), 100, 50};
+  const Came came{BlockHeader::kChecked + data.size(), 100, 50};
   CHECK(KindOf([&] { shared->mending->Resume(id, 1, again[0], came, resumed); }) == FaultKind::kCorrupt, "it goes on");
   for (const int fd : {theirs[0], other[0]}) close(fd);
 }

@@ -11,9 +11,13 @@ namespace hetcoll {
 
 enum class Integrity : std::uint8_t { kOff = 0, kSampled = 1, kAll = 2 };
 
-// What kSampled checks: all of messages up to kSmall bytes, and 1 byte of kSampleOf of others.
+// What kSampled checks besides headers. Over TCP the first of each kSmallOf messages of up to kSmall bytes, and 1 byte
+// of kSampleOf of others: more than this costs more than 1 % of a call's instructions (benchmarks/integrity.py). Over
+// verbs all of those messages, and 1 byte of kFramesOf.
 inline constexpr std::size_t kSmall = std::size_t{1} << 10;
-inline constexpr std::size_t kSampleOf = 64;
+inline constexpr std::size_t kSmallOf = 16;
+inline constexpr std::size_t kSampleOf = 256;
+inline constexpr std::size_t kFramesOf = 64;
 
 // Written by one thread at a time, read by any.
 class Count {

@@ -93,7 +93,8 @@ class TcpSend final : public SendEnd {
     c.header = {m.signature, m.total, at, c.stamp, next, most, 0, 0};
     if (c.size == BlockHeader::kPlain) return true;
     c.header.right = sockets_->right(c.stripe);
-    check_ = c.header.check = c.header.Sum();
+    check_.sum = c.header.check = c.header.Sum();
+    if (!c.checked) return true;
     checked_to_ = sent_to_ = at;
     check_left_ = sizeof check_;
     return true;
@@ -104,7 +105,7 @@ class TcpSend final : public SendEnd {
     Course& c = course_;
     const std::size_t to = std::max(sent_to_, std::min(at + n, c.end));
     if (to > checked_to_) {
-      check_ = Crc32c(check_, data + (checked_to_ - at), to - checked_to_);
+      check_.sum = Crc32c(static_cast<std::uint32_t>(check_.sum), data + (checked_to_ - at), to - checked_to_);
       checked_to_ = to;
     }
     Parts parts{c.HeaderRest(), c.header_left, data + (sent_to_ - at), to - sent_to_};
@@ -138,7 +139,7 @@ class TcpSend final : public SendEnd {
   bool full_ = false;  // the last that was offered was not taken as a whole
   std::size_t lent_ = 0;
   // Of a checked block:
-  BlockCheck check_ = 0;        // of what is before checked_to_
+  BlockCheck check_;            // of what is before checked_to_
   std::size_t checked_to_ = 0;  // in the message
   std::size_t sent_to_ = 0;
   std::size_t check_left_ = 0;
@@ -247,8 +248,9 @@ class TcpRecv final : public RecvEnd {
         c.header_left = c.size;
         return false;
       }
-      Right(behind.size());
-      sockets_->NoteTheirs(c.stripe, h.right);
+      sockets_->NoteRight(c.stripe, behind.size(), h.right);
+      if (again_) [[unlikely]]
+        CameAgain();
     }
     if (h.stamp != c.stamp) {
       throw Fault(FaultKind::kCorrupt, sockets_->peer(),
@@ -267,20 +269,20 @@ class TcpRecv final : public RecvEnd {
   bool Check(const Message& m, std::size_t length) {
     BlockCheck sent;
     std::memcpy(&sent, piece_.data() + length, sizeof sent);
-    if (Crc32c(course_.header.check, piece_.data(), length) != sent) {
+    const auto start = static_cast<std::uint32_t>(course_.header.check);
+    if (sent != BlockCheck{Crc32c(start, piece_.data(), length)}) {
       came_ = 0;
       Spoiled(m, "bytes", length + sizeof sent, {});
       return false;
     }
     shared_->counts.checked_bytes += length;
-    Right(0);
+    sockets_->NoteRight(course_.stripe, 0, 0);
+    if (again_) CameAgain();
     return true;
   }
 
-  // All that came but the last bytes, so many.
-  void Right(std::size_t but) {
-    sockets_->NoteRight(course_.stripe, but);
-    if (!again_) return;
+  // What was spoiled came right.
+  void CameAgain() {
     again_ = false;
     shared_->counts.resent += 1;
   }

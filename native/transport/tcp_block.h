@@ -21,17 +21,25 @@ struct BlockHeader {
   std::uint16_t most;    // and how long that is at most, in KiB
   // What follows is not sent where the link checks nothing.
   std::uint64_t right;  // so many bytes came right the other way, over this stripe, and are not asked for again
-  std::uint32_t check;  // of what is before
+  std::uint64_t check;  // of what is before
 
-  std::uint32_t Sum() const { return Crc32c(0, this, offsetof(BlockHeader, check)); }
+  std::uint32_t Sum() const { return crc32c::kBestOfWords(this); }
   static constexpr std::size_t kPlain = 32;
-  static constexpr std::size_t kChecked = 44;
+  static constexpr std::size_t kChecked = 48;
 };
 static_assert(offsetof(BlockHeader, right) == BlockHeader::kPlain);
+static_assert(offsetof(BlockHeader, check) == 8 * crc32c::kWords);
 static_assert(offsetof(BlockHeader, check) + sizeof(BlockHeader::check) == BlockHeader::kChecked);
 
-// Behind a checked block: of its header's check and its bytes.
-using BlockCheck = std::uint32_t;
+// Behind a checked block: of its header's check and its bytes. As everything that is sent it is of 16 bytes, or the
+// kernels copy what comes behind it more slowly, by a twentieth: from and to places that are not aligned.
+struct BlockCheck {
+  std::uint64_t sum = 0;
+  std::uint64_t nothing = 0;
+
+  bool operator==(const BlockCheck&) const = default;
+};
+static_assert(BlockHeader::kPlain % 16 == 0 && BlockHeader::kChecked % 16 == 0 && sizeof(BlockCheck) == 16);
 
 // Decides the length of blocks.
 class Cutter {
@@ -48,7 +56,8 @@ class Cutter {
     most = std::min(rest, most);
     if (integrity_ == Integrity::kOff) return {most, false};
     const std::size_t piece = std::min(most, kPiece);
-    if (integrity_ == Integrity::kAll || total <= kSmall) return {piece, piece > 0};
+    if (integrity_ == Integrity::kAll) return {piece, piece > 0};
+    if (total <= kSmall) return {piece, piece > 0 && small_++ % kSmallOf == 0};
     if (unchecked_ >= kSampleOf * piece) {
       unchecked_ -= kSampleOf * piece;
       return {piece, true};
@@ -64,7 +73,8 @@ class Cutter {
   static constexpr std::size_t kSampledBlock = std::size_t{4} << 20;
 
   Integrity integrity_;
-  std::size_t unchecked_ = 0;  // bytes that went by, less those that checks were made for
+  std::size_t small_ = 0;      // messages that went by of up to kSmall bytes
+  std::size_t unchecked_ = 0;  // of others, bytes that went by, less those that checks were made for
 };
 
 // How far one end is in the sequence of blocks. Both ends of a link go through the same states.

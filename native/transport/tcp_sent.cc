@@ -82,10 +82,14 @@ void SentBytes::Drop(std::uint64_t acked) {
 
 void SentBytes::MakeRoom(std::size_t n) {
   goes_on_ = false;
-  if (block_.use_count() == 1 && block_->size >= n) {  // nobody needs what is in it any more
-    block_->used = 0;
+  // A peer that checks what comes says what was right with what it sends next: the last bytes are needed until then.
+  for (auto* each : {&block_, &spare_}) {
+    if (each->use_count() != 1 || (*each)->size < n) continue;  // somebody may ask for what is in it
+    (*each)->used = 0;
+    if (each == &spare_) std::swap(block_, spare_);
     return;
   }
+  spare_ = std::move(block_);
   const std::size_t size = std::max(kBlock, n);
   block_ = std::make_shared<Block>(std::unique_ptr<std::byte[]>(new std::byte[size]), size);
 }

@@ -77,6 +77,7 @@ class SentBytes {
   void KeepExtent(const Extent& e, std::uint64_t end, std::vector<Extent>& kept);
 
   std::shared_ptr<Block> block_;  // the one that is filled now
+  std::shared_ptr<Block> spare_;  // the one before
   bool goes_on_ = false;          // the last extent ends where that is filled to
   std::vector<Extent> extents_;
   std::size_t first_ = 0;  // of them; those before are gone

@@ -63,18 +63,18 @@ class Sockets {
   // they come once more, and `behind` after them. Only where sockets are mended.
   void AskAgain(std::uint32_t stripe, std::size_t n, std::span<const std::byte> behind, const std::string& why);
   bool mends() const { return mends_; }
-  // All that was received but the last bytes, so many, is right; how much that is; and what the peer says of it.
-  void NoteRight(std::uint32_t stripe, std::size_t but) {
+  // All that was received but the last bytes, so many, is right; the peer says that `theirs` of what it got is. And
+  // how much is right here.
+  void NoteRight(std::uint32_t stripe, std::size_t but, std::uint64_t theirs) {
     Stripe& s = stripes_[stripe];
-    s.right = s.received - (s.saved.size() - s.taken) - but;
+    s.right = s.received - but;
+    if (odd_) [[unlikely]]
+      s.right -= s.saved.size() - s.taken;
+    if (theirs <= s.theirs || !mends_) return;  // nothing is kept, nor counted
+    if (theirs > s.sent.total() - s.behind || (s.owes > 0 && theirs > s.owes_at)) FailUnsent();
+    s.theirs = theirs;
   }
   std::uint64_t right(std::uint32_t stripe) const { return stripes_[stripe].right; }
-  void NoteTheirs(std::uint32_t stripe, std::uint64_t right) {
-    if (!mends_) return;  // nothing is kept, nor counted
-    Stripe& s = stripes_[stripe];
-    if (right > s.sent.total() - s.behind || (s.owes > 0 && right > s.owes_at)) FailUnsent();
-    s.theirs = std::max(s.theirs, right);
-  }
 
   void Count(Holdings& held) const;
   void Close() const;

@@ -112,3 +112,21 @@ def test_sound_links_are_checked_by_default(launch: Pool) -> None:
         assert right
         assert counters["checked_bytes"] >= 16
         assert counters["spoiled_pieces"] == 0
+
+
+def small_ones(comm: hetcoll.Communicator) -> tuple[int, int]:
+    """How many bytes of 64 messages of 8 bytes this rank checked, and of the next 64, of 1 KiB."""
+    counted = []
+    for count in (1, 128):
+        before = comm.counters()["checked_bytes"]
+        for _ in range(64):
+            if comm.rank == 0:
+                comm.send(np.ones(count), 1)
+            else:
+                comm.recv(np.zeros(count), 0)
+        counted.append(comm.counters()["checked_bytes"] - before)
+    return counted[0], counted[1]
+
+
+def test_one_of_16_small_messages_is_checked(launch: Pool) -> None:
+    assert launch(2, HETCOLL_TRANSPORT="tcp").run(small_ones) == [(0, 0), (4 * 8, 4 * 1024)]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a command in a small virtual machine with RDMA devices: QEMU, Debian's own kernel, Soft-RoCE.
 
-    guest.py [--cpus N] [--memory MIB] [--timeout S] [--group RANK:PORT] [--write DIR] COMMAND [ARG...]
+    guest.py [--cpus N] [--memory MIB] [--timeout S] [--group RANK:PORT] [--write DIR] [--count] COMMAND [ARG...]
     guest.py --prepare      install what is needed (Debian, as root)
     guest.py --check        say what is missing
 
@@ -13,6 +13,8 @@ on the Ethernet devices veth0 to veth3. Each device reaches itself and the one a
 
 In a group, which is made of guests that were started with one PORT (a free UDP port) and RANKs of their own, a guest
 has rxe0 (10.78.0.RANK+1) on eth0 and rxe1 (10.78.1.RANK+1) on eth1, and reaches the others over both.
+
+With --count there is one processor, and by its clock each instruction takes a nanosecond, those of the kernel, too.
 
 The exit status is the command's; 124 after the timeout, 125 when there was no guest, 123 when QEMU died of a signal.
 Processors are emulated in software, since nested virtualisation is not to be had everywhere, and a /dev/kvm does not
@@ -229,10 +231,12 @@ def run(
     timeout: float = 600.0,
     group: tuple[int, int] | None = None,
     write: Path | None = None,
+    count: bool = False,
 ) -> int:
     """`command` in a guest, with this process's environment, directory and standard output; its exit status.
 
     `memory` is in MiB, `timeout` in seconds, `group` a rank and a port, `write` a directory whose changes stay.
+    `count`: each instruction takes a nanosecond.
     """
     reason = missing()
     if reason:
@@ -249,7 +253,7 @@ def run(
         if write is not None:
             (shared / "writable").write_text(str(write.resolve()))
             shares["writable"] = str(write.resolve())
-        machine = _machine(_cache(), cpus, memory, shares, group, f"{folder}/console")
+        machine = _machine(_cache(), 1 if count else cpus, memory, shares, group, f"{folder}/console", count)
         quiet, open_end = os.pipe()  # the guest's output stops when its input ends, so that must not
         try:
             sys.stdout.flush()
@@ -281,17 +285,25 @@ def _in_qemu() -> None:
 
 
 def _machine(
-    cache: Path, cpus: int, memory: int, shares: dict[str, str], group: tuple[int, int] | None, console: str
+    cache: Path,
+    cpus: int,
+    memory: int,
+    shares: dict[str, str],
+    group: tuple[int, int] | None,
+    console: str,
+    count: bool,
 ) -> list[str]:
     """The words that start QEMU."""
     words = ["qemu-system-x86_64", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
-    words += ["-machine", "pc", "-accel", "tcg,thread=multi,tb-size=512"]
+    words += ["-machine", "pc", "-accel", f"tcg,thread={'single' if count else 'multi'},tb-size=512"]
+    words += ["-icount", "shift=0,sleep=on"] if count else []
     # Emulated, copies by `rep movsb` and by vectors of 32 bytes take longer than others.
     words += ["-cpu", "max,-erms,-fsrm,-avx,-avx2"]
     words += ["-smp", str(cpus), "-m", str(memory), "-kernel", f"{cache}/vmlinux", "-initrd", f"{cache}/initramfs"]
     # Where other work delays this process, the kernel would take its timer for broken, and stop.
     # Where the kernel stands still for two minutes it dies, and says where.
-    options = "panic=-1 softlockup_panic=1 watchdog_thresh=60 mitigations=off tsc=unstable no_timer_check"
+    options = "panic=-1 softlockup_panic=1 watchdog_thresh=60 mitigations=off no_timer_check"
+    options += " clocksource=hpet" if count else " tsc=unstable"
     words += ["-append", f"console=ttyS0 quiet {options}"]
     words += ["-chardev", f"file,id=console,path={console}", "-serial", "chardev:console"]
     words += ["-device", "virtio-serial-pci", "-chardev", "stdio,id=out,signal=off"]
@@ -317,6 +329,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600, help="seconds")
     parser.add_argument("--group", metavar="RANK:PORT", help="join the guests with this PORT")
     parser.add_argument("--write", type=Path, metavar="DIR", help="a directory whose changes stay")
+    parser.add_argument("--count", action="store_true", help="each instruction takes a nanosecond")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     try:
@@ -341,6 +354,7 @@ def main() -> int:
             timeout=args.timeout,
             group=group,
             write=args.write,
+            count=args.count,
         )
     except (GuestError, subprocess.SubprocessError) as error:
         print(f"guest: {error}", file=sys.stderr)

@@ -35,6 +35,16 @@ def test_devices_memory_and_collectives() -> None:
     run_suites("suite_devices.py", "suite_memory.py", "suite_windows.py", "suite_collectives.py")
 
 
+def test_what_samples_of_checksums_cost() -> None:
+    """Less than a hundredth of the instructions of an all-reduce over TCP, the kernel's included."""
+    program = [str(FOLDER.parents[1] / "benchmarks/integrity.py"), "--ranks", "2", "--modes", "off", "sampled"]
+    command = [sys.executable, str(GUEST), "--count", "--timeout", str(SECONDS), sys.executable, *program]
+    environ = {**os.environ, "PYTHONHASHSEED": "0"}  # dictionaries that collide cost a hundredth, too
+    counted = [*command, "--most", "1.01", "--bytes", "8", "1024", "4096", "65536"]
+    done = subprocess.run(counted, env=environ, capture_output=True, text=True, timeout=SECONDS + 30)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_two_guests_as_two_hosts() -> None:
     run_hosts("two_hosts.py")
 

@@ -39,11 +39,11 @@ class FrameSample {
   bool Take(std::uint64_t total, std::size_t n) {
     if (integrity_ == Integrity::kOff) return false;
     if (integrity_ == Integrity::kAll || total <= kSmall) return true;
-    if (unchecked_ < kSampleOf * n) {
+    if (unchecked_ < kFramesOf * n) {
       unchecked_ += n;
       return false;
     }
-    unchecked_ -= kSampleOf * n;
+    unchecked_ -= kFramesOf * n;
     return true;
   }
 
