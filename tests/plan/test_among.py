@@ -296,6 +296,65 @@ def test_which_algorithms_turn() -> None:
         assert {name for name, entry in ALGORITHMS[kind].items() if entry.turns} == {"ring", "direct"}
 
 
+STARS = [e for e in (*ISLANDS.values(), *(e for table in ALGORITHMS.values() for e in table.values())) if e.star]
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_the_plans_of_a_star_are_ordered_as_if_all_were_drawn(data: st.DataObject) -> None:
+    """By the root's island's and one's own. Islands of any sizes and ranks, or ranks that are islands each."""
+    entry = data.draw(st.sampled_from(STARS))
+    islands = data.draw(shapes()) if entry.name == "islands" or entry.collective in AMONG else ()
+    islands = islands or tuple((r,) for r in range(data.draw(st.integers(2, 9))))
+    if entry.name != "islands" and any(len(island) > 1 for island in islands):
+        entry = among(entry)
+    n, kind = sum(map(len, islands)), entry.collective
+    how = {"scale": kind in REDUCING and data.draw(st.booleans()), "groups": ()}
+    in_order = entry.ordered and data.draw(st.booleans())
+    made = Cut(data.draw(st.sampled_from([(0, 1), (0, 3), (0, 1, 4, 5)])), data.draw(st.integers(1, 3)), 1)
+    each = entry._replace(star=False, flat=entry.flat and entry.flat._replace(star=False))
+    root = data.draw(st.integers(0, n - 1))
+    for rank in range(n):
+        own = entry.build(n, rank, root=root, hosts=islands, ordered=in_order, scale=how["scale"])
+        few, all_drawn = Frame(own, entry, islands, **how), Frame(own, each, islands, **how)
+        assert few.lengths == all_drawn.lengths
+        assert ordered(few, made) == ordered(all_drawn, made)
+
+
+@pytest.mark.parametrize("entry", STARS, ids=lambda entry: f"{entry.collective.label}-{entry.name}")
+def test_of_a_star_two_plans_are_drawn_at_most(entry: Algorithm) -> None:
+    """Islands of unequal sizes, and 2,048 of 8; where none has two, the plan that is there is one of them."""
+    for islands in (side_by_side(*[8] * 2048), side_by_side(*range(1, 20)), side_by_side(*[1] * 300)):
+        n, alone = sum(map(len, islands)), len(islands) == 300
+        if entry.name != "islands" and not alone and entry.collective not in AMONG:
+            continue
+        drawn: list[int] = []
+
+        def draw(p: Draft, drawn: list[int] = drawn) -> None:
+            drawn.append(p.rank)
+            entry.draw(p)
+
+        counted = entry._replace(draw=draw)
+        whole = counted if entry.name == "islands" or alone else among(entry)._replace(flat=counted)
+        for rank, root in ((0, 0), (0, n - 1), (n - 1, n // 2)):
+            own = whole.build(n, rank, root=root, hosts=islands)
+            drawn.clear()
+            Frame(own, whole, islands)
+            assert len(drawn) <= 2 - alone
+
+
+def test_what_is_a_star() -> None:
+    """A rank that is not the root has one message, with the root, and nothing before it."""
+    assert {(e.collective, e.name) for e in STARS} == {(k, name) for k in ROOTED for name in ("islands", "direct")}
+    for entry in STARS:
+        for n, root in ((2, 1), (5, 0), (7, 3)):
+            alone = tuple((r,) for r in range(n))
+            for rank in set(range(n)) - {root}:
+                first, *rest = entry.build(n, rank, root=root, hosts=alone).steps
+                assert first.peer == root
+                assert all(step.peer < 0 for step in rest)
+
+
 # ------------------------------------------------------------------------------------------------------------ choice
 
 

@@ -43,7 +43,8 @@ class Numbers(NamedTuple):
 
 
 class Flat:
-    """The plans of as many ranks as there are islands, or of one that stands for all, and what each step waits for.
+    """The plans of one rank for each island, and what each step waits for. Of those that wait for nothing before any of
+    their messages some may be left out; of those that turn (`Algorithm.turns`), all but one are.
 
     Raises
     ------
@@ -51,7 +52,7 @@ class Flat:
         Not all messages are received.
     """
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[Plan], *, turns: bool = False) -> None:
         columns = [plan.columns for plan in plans]
         spans = [(each.src, each.dst) for each in columns]
         self.plans, self.longest = plans, longest_message(plans)
@@ -66,9 +67,9 @@ class Flat:
         deps = [each.deps + begin for each, begin in zip(columns, self._begins, strict=False)]
         ends = np.concatenate([np.diff(each.ends) for each in columns])
         self._deps = np.stack([np.concatenate(deps), np.repeat(steps, ends)])
-        sent, received = self._messages()
-        self._node, self._after = steps.copy(), np.zeros_like(steps)  # a message is one node
-        self._node[received], self._after[received] = sent, LAG
+        sent, received = self._messages(turns)
+        self._node, self._after = steps.copy(), np.where(receives(self._op), LAG, 0)  # a message is one node
+        self._node[received] = sent
 
     def _shares(self) -> Ints:
         """How many shares each step touches."""
@@ -79,15 +80,15 @@ class Flat:
                 found = np.maximum(found, touched.astype(np.int64))
         return found
 
-    def _messages(self) -> tuple[Ints, Ints]:
-        """The sends, and the receive of each. One plan that stands for all is sent what it sends."""
-        sends, recvs = np.flatnonzero(self._op == _SEND), np.flatnonzero(receives(self._op))
-        size, rank, to, channels = self.plans[0].size, self._plan, self._peer[sends], 1 + self._channel.max(initial=0)
-        if len(self.plans) == 1:
-            rank = np.full_like(rank, self.plans[0].rank)
+    def _messages(self, turns: bool) -> tuple[Ints, Ints]:
+        """The sends whose receives are here, too, and these. One plan that stands for all is sent what it sends."""
+        size, ranks = self.plans[0].size, np.array([plan.rank for plan in self.plans])
+        here = np.ones(len(self._op), np.bool_) if turns else np.isin(self._peer, ranks)
+        sends, recvs = np.flatnonzero(here & (self._op == _SEND)), np.flatnonzero(here & receives(self._op))
+        rank, to, channels = ranks[self._plan], self._peer[sends], 1 + self._channel.max(initial=0)
+        source = rank[sends]
+        if turns:
             source, to = (2 * rank[sends] - to) % size, rank[sends]
-        else:
-            source = rank[sends]
         ends = []
         for steps, a, b in ((sends, source, to), (recvs, self._peer[recvs], rank[recvs])):
             fifo = (a * size + b) * channels + self._channel[steps]
