@@ -304,10 +304,10 @@ STARS = [e for e in (*ISLANDS.values(), *(e for table in ALGORITHMS.values() for
 def test_the_plans_of_a_star_are_ordered_as_if_all_were_drawn(data: st.DataObject) -> None:
     """By the root's island's and one's own. Islands of any sizes and ranks, or ranks that are islands each."""
     entry = data.draw(st.sampled_from(STARS))
-    islands = data.draw(shapes()) if entry.name == "islands" or entry.collective in AMONG else ()
-    islands = islands or tuple((r,) for r in range(data.draw(st.integers(2, 9))))
-    if entry.name != "islands" and any(len(island) > 1 for island in islands):
-        entry = among(entry)
+    alone = st.integers(2, 9).map(lambda n: tuple((r,) for r in range(n)))
+    islands = data.draw(shapes() if entry.name == "islands" else alone)
+    if entry.name != "islands" and entry.collective in AMONG and data.draw(st.booleans()):
+        islands, entry = data.draw(shapes()), among(entry)
     n, kind = sum(map(len, islands)), entry.collective
     how = {"scale": kind in REDUCING and data.draw(st.booleans()), "groups": ()}
     in_order = entry.ordered and data.draw(st.booleans())
