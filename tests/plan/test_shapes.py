@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +23,12 @@ from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import HEADER, SPAN, STEP, Buf, Plan, Span, offsets
 from hetcoll.plan.pieces import Lengths, parts
 from hetcoll.plan.pipeline import pipelined, ramp, share_units
-from hetcoll.plan.simulator import PlanError, check
+from hetcoll.plan.simulator import PlanError, check, progress
+from hetcoll.plan.simulator.node import Node
+from hetcoll.plan.simulator.progress import _ready
 from hetcoll.types import REDUCING, ROOTED, Collective, DType
+
+BIND = Path(__file__).parents[2] / "benchmarks/bind.py"
 
 DIRECT = among_hosts(find(Collective.ALLREDUCE, "direct"), led=False)
 GRAIN = 64  # elements
@@ -97,15 +104,21 @@ def test_what_is_encoded_by_points_is_where_it_was(kind: Collective) -> None:
                 assert points[buf][start + number.count] == span.start - copy * units + span.count
 
 
-# (islands, collectives): each of the issue's shapes with what its proof takes seconds for at most.
+SIDE = [Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER]  # whose proofs take longest
 LARGE = [
     ((2, 3, 5, 7), list(ISLANDS)),
-    ((31, 33), [Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER]),
-    ((31, 33, 37), [Collective.BROADCAST]),
-    ((1, 63), [Collective.ALLREDUCE, Collective.REDUCE_SCATTER]),
-    ((50, 14), [Collective.ALLGATHER]),
-    ((64, 192), [Collective.ALLREDUCE]),
+    ((31, 33), list(ISLANDS)),
+    ((32, 32), list(ISLANDS)),
+    ((64, 64), list(ISLANDS)),
+    ((100, 28), list(ISLANDS)),
+    ((31, 37, 41), list(ISLANDS)),
+    ((13, 17, 19, 23), list(ISLANDS)),
+    ((31, 33, 37), list(ISLANDS)),
+    ((1, 63), list(ISLANDS)),
+    ((50, 14), list(ISLANDS)),
     ((15, 17), list(ISLANDS)),
+    ((64, 192), [*SIDE, Collective.BROADCAST, Collective.REDUCE]),
+    ((1, 255), SIDE),
 ]
 
 
@@ -114,6 +127,48 @@ def test_islands_of_any_sizes_are_proved(sizes: tuple[int, ...], kinds: list[Col
     for kind in kinds:
         root = sum(sizes) - 1 if kind in ROOTED else 0
         check(build(ISLANDS[kind], side_by_side(*sizes), root=root, scale=kind in REDUCING), inplace=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", SIDE, ids=lambda kind: kind.label)
+@pytest.mark.parametrize("sizes", [(1, 1023), (500, 524)], ids=lambda sizes: "+".join(map(str, sizes)))
+def test_1024_ranks_are_proved_in_a_gigabyte(sizes: tuple[int, ...], kind: Collective) -> None:
+    """In a process of its own, whose peak it is: of a million parts of LOCAL steps, and several million cells."""
+    args = ["--prove", "--op", kind.label, "--islands", *map(str, sizes)]
+    found = subprocess.run([sys.executable, BIND, *args], stdout=subprocess.PIPE, text=True, check=True).stdout
+    row = [cell.strip() for cell in found.splitlines()[-1].split("|")]
+    assert row[1:3] == ["islands", "+".join(map(str, sizes))]
+    assert int(row[-2]) < 1024
+
+
+@given(st.data())
+@settings(max_examples=12)
+def test_any_partition_of_many_ranks_is_proved(data: st.DataObject) -> None:
+    """Up to some 64 ranks, on islands of any sizes."""
+    sizes: list[int] = []
+    left = data.draw(st.integers(2, 64))
+    while left:
+        sizes.append(data.draw(st.integers(1, left)))
+        left -= sizes[-1]
+    n, kind = sum(sizes), data.draw(st.sampled_from([*ISLANDS]))
+    root = data.draw(st.integers(0, n - 1)) if kind in ROOTED else 0
+    scale = kind in REDUCING and data.draw(st.booleans())
+    check(build(ISLANDS[kind], side_by_side(*sizes), root=root, scale=scale), inplace=data.draw(st.booleans()))
+
+
+def test_members_of_an_island_are_asked_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each of them whenever another one is ready: for 255 that was 11 million times, for 1,023 no end."""
+    asked = 0
+
+    def ready(node: Node, pieces: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return _ready(node, pieces)
+
+    monkeypatch.setattr(progress, "_ready", ready)
+    plans = build(ISLANDS[Collective.ALLREDUCE], side_by_side(1, 63))
+    check(plans)
+    assert asked < 12 * sum(len(plan.steps) for plan in plans)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1023), (500, 524), (31, 33, 37)])
