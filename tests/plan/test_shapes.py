@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,7 +28,7 @@ from hetcoll.plan.pipeline import pipelined, ramp, share_units
 from hetcoll.plan.simulator import PlanError, check, progress
 from hetcoll.plan.simulator.node import Node
 from hetcoll.plan.simulator.progress import _ready
-from hetcoll.types import REDUCING, ROOTED, Collective, DType
+from hetcoll.types import REDUCING, ROOTED, WHOLE, Collective, DType
 
 BIND = Path(__file__).parents[2] / "benchmarks/bind.py"
 
@@ -169,6 +171,48 @@ def test_members_of_an_island_are_asked_once_each(monkeypatch: pytest.MonkeyPatc
     plans = build(ISLANDS[Collective.ALLREDUCE], side_by_side(1, 63))
     check(plans)
     assert asked < 12 * sum(len(plan.steps) for plan in plans)
+
+
+# Up to 4,096 ranks: two islands, primes, islands of 1 to 90 with more units than two words count, hosts of eight.
+MANY = [(1, 4095), (2047, 2049), (1009, 1013, 2074), (*range(1, 91),), (1, 2, 3, 5, 7, 11, 13, 17) * 69, (8,) * 512]
+
+
+def bounded(sizes: Sequence[int], kind: Collective, rank: int, root: int) -> None:
+    """A rank draws its own plan in memory that grows with its own messages, and with the parts of its LOCAL steps."""
+    n, hosts = sum(sizes), side_by_side(*sizes)
+    tracemalloc.start()
+    try:
+        plan = ISLANDS[kind].build(n, rank, hosts=hosts, root=root)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    spans = sum(2 + (len(step.local.parts) if step.local else 0) for step in plan.steps)
+    assert peak < 512 * (spans + n) + (16 << 10)
+    send, recv = plan.points()
+    shares = plan.size if kind not in WHOLE else 1
+    assert max(len(send), len(recv)) <= 2 * spans + shares + 4
+    deps, parts = sum(len(s.deps) for s in plan.steps), sum(len(s.local.parts) for s in plan.steps if s.local)
+    assert len(plan.encode((send, recv))) == HEADER.size + STEP.size * len(plan.steps) + 4 * deps + SPAN.size * parts
+
+
+@pytest.mark.parametrize("kind", list(ISLANDS), ids=lambda kind: kind.label)
+@parametrize("sizes", MANY, first=4, ids=lambda sizes: f"{len(sizes)} islands, {sum(sizes)} ranks")
+def test_of_4096_ranks_each_draws_its_own(sizes: tuple[int, ...], kind: Collective) -> None:
+    n = sum(sizes)
+    for rank in (n // 2, n - 1):
+        bounded(sizes, kind, rank, n - 1 if kind in ROOTED else 0)
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_any_partition_of_4096_ranks_is_drawn(data: st.DataObject) -> None:
+    most = data.draw(st.sampled_from([3, 40, 700, 4000]))
+    sizes = data.draw(st.lists(st.integers(1, most), min_size=2, max_size=min(200, max(2, 8192 // most))))
+    while sum(sizes) > 4096:
+        sizes.pop()
+    n, kind = sum(sizes), data.draw(st.sampled_from([*ISLANDS]))
+    root = data.draw(st.integers(0, n - 1)) if kind in ROOTED else 0
+    bounded(sizes, kind, data.draw(st.integers(0, n - 1)), root)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1023), (500, 524), (31, 33, 37)])

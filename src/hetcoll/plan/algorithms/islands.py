@@ -65,7 +65,7 @@ class Split(Place):
         first, last = (unit * len(members) // self.units for unit in (mine.start, mine.stop - 1))
         for j in range(first, last + 1):
             both = _both(mine, self.interval(island, j))
-            found.append((members[j], both.start, len(both)))
+            found.append((members[j], both.start, both.stop - both.start))  # a length would have to fit a word
         return found
 
     def others(self, sign: int) -> list[int]:
