@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from mutants import missed, structural_mutants
 from plan_executor import execute
 from star import star
 from thorough import parametrize
-from topologies import any_groups, side_by_side
+from topologies import any_groups, any_islands, side_by_side
 from waits import Waits
 
 from hetcoll.errors import ArgumentError
@@ -151,22 +150,11 @@ def test_what_cannot_be_had_is_said() -> None:
 # ------------------------------------------------------------------------------------------------------------- order
 
 
-def shapes() -> st.SearchStrategy[Hosts]:
-    """Islands of any sizes, of which some have common divisors, and of any ranks."""
-    sizes = st.tuples(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    return sizes.flatmap(lambda x: any_order([x[0] * k for k in x[1]]))
-
-
-def any_order(sizes: list[int]) -> st.SearchStrategy[Hosts]:
-    ends = [*accumulate(sizes, initial=0)]
-    return st.permutations(range(ends[-1])).map(lambda r: tuple(tuple(r[a:b]) for a, b in pairwise(ends)))
-
-
 @given(st.data())
 @settings(max_examples=30)
 def test_each_rank_has_its_row_of_an_order_of_all_from_its_own_plan(data: st.DataObject) -> None:
     """With what `GpuPlans` knows, compared to the plans of all ranks: pieces, what waits for what, who meets whom."""
-    islands = data.draw(st.one_of(st.sampled_from([((1,), (0,)), ((2,), (0,), (1,))]), shapes()))
+    islands = data.draw(st.one_of(st.sampled_from([((1,), (0,)), ((2,), (0,), (1,))]), any_islands()))
     n, m = sum(map(len, islands)), len(islands)
     flat = [among(e) for e in (*FLAT, Algorithm("star", Collective.ALLREDUCE, star)) if e.supports(m)]
     entry = data.draw(st.sampled_from([*flat, *ISLANDS.values()]))
@@ -287,72 +275,6 @@ def test_parts_take_turns() -> None:
     assert [step.peer for step in plans[1].steps if step.op is Op.SEND][:6] == [8, 9, 8, 9, 8, 9]
     levels = Waits(plans, SLOTS).levels()
     assert max(map(max, levels)) < 3 * 40
-
-
-def test_which_algorithms_turn() -> None:
-    assert {entry.name for entry in FLAT if entry.turns} == {"ring", "direct"}
-    for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
-        assert ISLANDS[kind].turns
-        assert {name for name, entry in ALGORITHMS[kind].items() if entry.turns} == {"ring", "direct"}
-
-
-STARS = [e for e in (*ISLANDS.values(), *(e for table in ALGORITHMS.values() for e in table.values())) if e.star]
-
-
-@given(st.data())
-@settings(max_examples=60)
-def test_the_plans_of_a_star_are_ordered_as_if_all_were_drawn(data: st.DataObject) -> None:
-    """By the root's island's and one's own. Islands of any sizes and ranks, or ranks that are islands each."""
-    entry = data.draw(st.sampled_from(STARS))
-    alone = st.integers(2, 9).map(lambda n: tuple((r,) for r in range(n)))
-    islands = data.draw(shapes() if entry.name == "islands" else alone)
-    if entry.name != "islands" and entry.collective in AMONG and data.draw(st.booleans()):
-        islands, entry = data.draw(shapes()), among(entry)
-    n, kind = sum(map(len, islands)), entry.collective
-    how = {"scale": kind in REDUCING and data.draw(st.booleans()), "groups": ()}
-    in_order = entry.ordered and data.draw(st.booleans())
-    made = Cut(data.draw(st.sampled_from([(0, 1), (0, 3), (0, 1, 4, 5)])), data.draw(st.integers(1, 3)), 1)
-    each = entry._replace(star=False, flat=entry.flat and entry.flat._replace(star=False))
-    root = data.draw(st.integers(0, n - 1))
-    for rank in range(n):
-        own = entry.build(n, rank, root=root, hosts=islands, ordered=in_order, scale=how["scale"])
-        few, all_drawn = Frame(own, entry, islands, **how), Frame(own, each, islands, **how)
-        assert few.lengths == all_drawn.lengths
-        assert ordered(few, made) == ordered(all_drawn, made)
-
-
-@pytest.mark.parametrize("entry", STARS, ids=lambda entry: f"{entry.collective.label}-{entry.name}")
-def test_of_a_star_two_plans_are_drawn_at_most(entry: Algorithm) -> None:
-    """Islands of unequal sizes, and 2,048 of 8; where none has two, the plan that is there is one of them."""
-    for islands in (side_by_side(*[8] * 2048), side_by_side(*range(1, 20)), side_by_side(*[1] * 300)):
-        n, alone = sum(map(len, islands)), len(islands) == 300
-        if entry.name != "islands" and not alone and entry.collective not in AMONG:
-            continue
-        drawn: list[int] = []
-
-        def draw(p: Draft, drawn: list[int] = drawn) -> None:
-            drawn.append(p.rank)
-            entry.draw(p)
-
-        counted = entry._replace(draw=draw)
-        whole = counted if entry.name == "islands" or alone else among(entry)._replace(flat=counted)
-        for rank, root in ((0, 0), (0, n - 1), (n - 1, n // 2)):
-            own = whole.build(n, rank, root=root, hosts=islands)
-            drawn.clear()
-            Frame(own, whole, islands)
-            assert len(drawn) <= 2 - alone
-
-
-def test_what_is_a_star() -> None:
-    """A rank that is not the root has one message, with the root, and nothing before it."""
-    assert {(e.collective, e.name) for e in STARS} == {(k, name) for k in ROOTED for name in ("islands", "direct")}
-    for entry in STARS:
-        for n, root in ((2, 1), (5, 0), (7, 3)):
-            alone = tuple((r,) for r in range(n))
-            for rank in set(range(n)) - {root}:
-                first, *rest = entry.build(n, rank, root=root, hosts=alone).steps
-                assert first.peer == root
-                assert all(step.peer < 0 for step in rest)
 
 
 # ------------------------------------------------------------------------------------------------------------ choice

@@ -44,7 +44,7 @@ class Numbers(NamedTuple):
 
 class Flat:
     """The plans of one rank for each island, and what each step waits for. Of those that wait for nothing before any of
-    their messages some may be left out; of those that turn (`Algorithm.turns`), all but one are.
+    their messages some may be left out; of those that turn or swap (`Algorithm`), all but one are.
 
     Raises
     ------
@@ -52,7 +52,7 @@ class Flat:
         Not all messages are received.
     """
 
-    def __init__(self, plans: Sequence[Plan], *, turns: bool = False) -> None:
+    def __init__(self, plans: Sequence[Plan], *, turns: bool = False, swaps: bool = False) -> None:
         columns = [plan.columns for plan in plans]
         spans = [(each.src, each.dst) for each in columns]
         self.plans, self.longest = plans, longest_message(plans)
@@ -67,7 +67,7 @@ class Flat:
         deps = [each.deps + begin for each, begin in zip(columns, self._begins, strict=False)]
         ends = np.concatenate([np.diff(each.ends) for each in columns])
         self._deps = np.stack([np.concatenate(deps), np.repeat(steps, ends)])
-        sent, received = self._messages(turns)
+        sent, received = self._messages(turns, swaps)
         self._node, self._after = steps.copy(), np.where(receives(self._op), LAG, 0)  # a message is one node
         self._node[received] = sent
 
@@ -80,15 +80,16 @@ class Flat:
                 found = np.maximum(found, touched.astype(np.int64))
         return found
 
-    def _messages(self, turns: bool) -> tuple[Ints, Ints]:
-        """The sends whose receives are here, too, and these. One plan that stands for all is sent what it sends."""
+    def _messages(self, turns: bool, swaps: bool) -> tuple[Ints, Ints]:
+        """The sends whose receives are here, too, and these. One plan that stands for all is sent what it sends: from
+        there, or from as far on the other side."""
         size, ranks = self.plans[0].size, np.array([plan.rank for plan in self.plans])
-        here = np.ones(len(self._op), np.bool_) if turns else np.isin(self._peer, ranks)
+        here = np.ones(len(self._op), np.bool_) if turns or swaps else np.isin(self._peer, ranks)
         sends, recvs = np.flatnonzero(here & (self._op == _SEND)), np.flatnonzero(here & receives(self._op))
         rank, to, channels = ranks[self._plan], self._peer[sends], 1 + self._channel.max(initial=0)
         source = rank[sends]
-        if turns:
-            source, to = (2 * rank[sends] - to) % size, rank[sends]
+        if turns or swaps:
+            source, to = (2 * source - to) % size if turns else to, source
         ends = []
         for steps, a, b in ((sends, source, to), (recvs, self._peer[recvs], rank[recvs])):
             fifo = (a * size + b) * channels + self._channel[steps]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, zip_longest
+from typing import Final
 
 from ...types import Collective
 from ..ir import Buf, Span
@@ -180,14 +181,15 @@ def reduce(p: Draft) -> None:
 # ------------------------------------------------------------------------------------------------------- shares
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """Units [start, start + count) of the share of `rank`, which member `j` of another island passes on."""
+    """Units [start, start + count) of the share of `rank`, which member `j` of another island passes on. Never changed,
+    as a `Span`."""
 
-    rank: int
-    j: int
-    start: int
-    count: int
+    rank: Final[int]
+    j: Final[int]
+    start: Final[int]
+    count: Final[int]
 
 
 class Regions(Place):
