@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..types import WHOLE
 from .ir import Op, Plan
 from .pieces import SLOTS
-from .pipeline import longest_message, share_units
+from .pipeline import share_units
 from .simulator.node import wrong
 from .steps import Ints
 
@@ -55,11 +55,13 @@ class Flat:
     def __init__(self, plans: Sequence[Plan], *, turns: bool = False, swaps: bool = False) -> None:
         columns = [plan.columns for plan in plans]
         spans = [(each.src, each.dst) for each in columns]
-        self.plans, self.longest = plans, longest_message(plans)
+        self.plans = plans
         self._begins = np.cumsum([0, *map(len, columns)])
         self._plan = np.repeat(np.arange(len(plans)), np.diff(self._begins))  # whose each step is
         self._op, self._lane, self._peer, self._channel, _ = np.concatenate([each.fields for each in columns], axis=1)
         self._src, self._dst = (np.concatenate(each, axis=1) for each in zip(*spans, strict=True))
+        self._units = np.where(self._src[0] < 0, self._dst[2], self._src[2])
+        self.longest = min(share_units(plans[0]), int(self._units[self._peer >= 0].max(initial=1)))
         self._touched = self._shares()
         steps, lanes = np.arange(len(self._plan)), np.lexsort((self._lane, self._plan))
         same = (np.diff(self._lane[lanes]) == 0) & (np.diff(self._plan[lanes]) == 0)
@@ -123,9 +125,8 @@ class Flat:
     def _edges(self, numbers: Numbers) -> tuple[Ints, Ints]:
         """Which node starts after which, by how much at least."""
         (a, b), message = self._deps, self._peer >= 0
-        units = np.where(self._src[0] < 0, self._dst[2], self._src[2])
         behind = (numbers.pieces - 1) * np.maximum(self._touched[a] - self._touched[b], 0) + self._touched[a] - 1
-        alike = ~message[a] | (message[b] & (units[a] == units[b]))  # or the last part is what it waits for
+        alike = ~message[a] | (message[b] & (self._units[a] == self._units[b]))  # or the last part is what it waits for
         deps = 1 + PACE * (behind * numbers.each + np.where(alike, 0, numbers.parts - 1))
         lanes = PACE * numbers.pieces * numbers.each * self._touched[self._lanes[0]]
         edges = np.concatenate([self._lanes, self._deps], axis=1)
