@@ -297,6 +297,18 @@ def test_a_span_that_its_receiver_cuts_otherwise_is_refused() -> None:
         check([plans[0], replace(plans[1], steps=steps), *plans[2:]])
 
 
+def test_parts_that_members_share_are_checked_where_their_memory_differs() -> None:
+    """Members may have the very same parts, and scratch of different sizes."""
+    plans = build(ISLANDS[Collective.ALLGATHER], side_by_side(1, 2))
+    parts = (Span(Buf.SCRATCH, 0, plans[0].pieces), Span(Buf.SCRATCH, plans[0].pieces, plans[0].pieces))
+    for rank, copies in ((1, 2), (2, 0)):
+        plan = plans[rank]
+        steps = [replace(s, local=replace(s.local, parts=parts)) if s.local else s for s in plan.steps]
+        plans[rank] = replace(plan, steps=tuple(steps), scratch_copies=copies)
+    with pytest.raises(PlanError, match=r"rank 2 of 3.*outside the 0 units"):
+        check(plans)
+
+
 def test_crowded_depends_on_what_the_engine_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = DIRECT.build(5, 0, hosts=side_by_side(2, 3))
     assert not plan.crowded

@@ -35,7 +35,7 @@ def network(plans: Sequence[Plan], apart: bool = False, symmetry: Symmetry | Non
     sends: dict[tuple[int, int, int], list[Node]] = {}
     recvs: dict[tuple[int, int, int], list[Node]] = {}
     locals: dict[int, list[Node]] = {rank: [] for rank in range(len(plans))}
-    count, parts = 0, set[tuple[int, bool]]()
+    count, parts = 0, set[tuple[int, ...]]()
     for rank, plan in enumerate(plans):
         _check_header(plans, rank, len(symmetry.orbits) * symmetry.times)
         heads: dict[int, Node] = {}
@@ -78,8 +78,8 @@ def _check_header(plans: Sequence[Plan], rank: int, size: int) -> None:
         raise wrong(plan, None, f"islands {plan.islands} do not hold each rank once")
 
 
-def _check_step(plan: Plan, i: int, checked: set[tuple[int, bool]]) -> None:
-    """`checked`: the parts of LOCAL steps that were, as a root's or another rank's; members may have the very same."""
+def _check_step(plan: Plan, i: int, checked: set[tuple[int, ...]]) -> None:
+    """`checked`: the parts of LOCAL steps that were, for what memory; members may have the very same."""
     step = plan.steps[i]
     if step.op is Op.LOCAL:
         check_local(plan, i)
@@ -99,11 +99,11 @@ def _check_step(plan: Plan, i: int, checked: set[tuple[int, bool]]) -> None:
         if not (0 <= d < i and plan.steps[d].lane != step.lane):
             raise wrong(plan, i, f"wanted deps to be earlier steps of other lanes, got {d}")
     parts = step.local.parts if step.local else ()
-    new = (id(parts), plan.rank == plan.root) not in checked
-    checked.add((id(parts), plan.rank == plan.root))
-    for span in (step.src, step.dst, *(parts if new else ())):
+    these = (id(parts), plan.rank == plan.root, plan.scratch_copies, plan.scratch_like)
+    for span in (step.src, step.dst, *(parts if these not in checked else ())):
         if span is not None:
             _check_span(plan, i, span)
+    checked.add(these)
     if any(span.buf is Buf.SEND for span in writes(step)):
         raise wrong(plan, i, "writes the caller's input")
     if step.src is not None and step.dst is not None and lengths(plan, step.src) != lengths(plan, step.dst):

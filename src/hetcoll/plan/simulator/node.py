@@ -95,10 +95,11 @@ _ITS_PART = ((Collective.ALLGATHER, Buf.SEND), (Collective.REDUCE_SCATTER, Buf.R
 
 
 def named_by_rank(plan: Plan) -> set[Buf]:
-    """The buffers whose spans have names in `lengths` that depend on whose they are."""
+    """The buffers whose spans have names in `lengths` that depend on whose they are: each rank may have another
+    scratch."""
     kind = plan.collective
     found = {buf for buf in (Buf.SEND, Buf.RECV) if kind is Collective.ALLTOALL or (kind, buf) in _ITS_PART}
-    return {buf for buf in Buf if (plan.scratch_like if buf is Buf.SCRATCH else buf) in found}
+    return found | {Buf.SCRATCH}
 
 
 def lengths(plan: Plan, span: Span | None, rank: int | None = None) -> list[tuple[int, ...]]:
