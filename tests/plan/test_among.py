@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from mutants import missed, structural_mutants
 from plan_executor import execute
 from star import star
 from thorough import parametrize
-from topologies import any_groups, side_by_side
+from topologies import any_groups, any_islands, side_by_side
 from waits import Waits
 
 from hetcoll.errors import ArgumentError
@@ -151,22 +150,11 @@ def test_what_cannot_be_had_is_said() -> None:
 # ------------------------------------------------------------------------------------------------------------- order
 
 
-def shapes() -> st.SearchStrategy[Hosts]:
-    """Islands of any sizes, of which some have common divisors, and of any ranks."""
-    sizes = st.tuples(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    return sizes.flatmap(lambda x: any_order([x[0] * k for k in x[1]]))
-
-
-def any_order(sizes: list[int]) -> st.SearchStrategy[Hosts]:
-    ends = [*accumulate(sizes, initial=0)]
-    return st.permutations(range(ends[-1])).map(lambda r: tuple(tuple(r[a:b]) for a, b in pairwise(ends)))
-
-
 @given(st.data())
 @settings(max_examples=30)
 def test_each_rank_has_its_row_of_an_order_of_all_from_its_own_plan(data: st.DataObject) -> None:
     """With what `GpuPlans` knows, compared to the plans of all ranks: pieces, what waits for what, who meets whom."""
-    islands = data.draw(st.one_of(st.sampled_from([((1,), (0,)), ((2,), (0,), (1,))]), shapes()))
+    islands = data.draw(st.one_of(st.sampled_from([((1,), (0,)), ((2,), (0,), (1,))]), any_islands()))
     n, m = sum(map(len, islands)), len(islands)
     flat = [among(e) for e in (*FLAT, Algorithm("star", Collective.ALLREDUCE, star)) if e.supports(m)]
     entry = data.draw(st.sampled_from([*flat, *ISLANDS.values()]))
@@ -287,13 +275,6 @@ def test_parts_take_turns() -> None:
     assert [step.peer for step in plans[1].steps if step.op is Op.SEND][:6] == [8, 9, 8, 9, 8, 9]
     levels = Waits(plans, SLOTS).levels()
     assert max(map(max, levels)) < 3 * 40
-
-
-def test_which_algorithms_turn() -> None:
-    assert {entry.name for entry in FLAT if entry.turns} == {"ring", "direct"}
-    for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
-        assert ISLANDS[kind].turns
-        assert {name for name, entry in ALGORITHMS[kind].items() if entry.turns} == {"ring", "direct"}
 
 
 # ------------------------------------------------------------------------------------------------------------ choice

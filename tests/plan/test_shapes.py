@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +25,12 @@ from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import HEADER, SPAN, STEP, Buf, Plan, Span, offsets
 from hetcoll.plan.pieces import Lengths, parts
 from hetcoll.plan.pipeline import pipelined, ramp, share_units
-from hetcoll.plan.simulator import PlanError, check
-from hetcoll.types import REDUCING, ROOTED, Collective, DType
+from hetcoll.plan.simulator import PlanError, check, progress
+from hetcoll.plan.simulator.node import Node
+from hetcoll.plan.simulator.progress import _ready
+from hetcoll.types import REDUCING, ROOTED, WHOLE, Collective, DType
+
+BIND = Path(__file__).parents[2] / "benchmarks/bind.py"
 
 DIRECT = among_hosts(find(Collective.ALLREDUCE, "direct"), led=False)
 GRAIN = 64  # elements
@@ -97,15 +106,21 @@ def test_what_is_encoded_by_points_is_where_it_was(kind: Collective) -> None:
                 assert points[buf][start + number.count] == span.start - copy * units + span.count
 
 
-# (islands, collectives): each of the issue's shapes with what its proof takes seconds for at most.
+SIDE = [Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER]  # whose proofs take longest
 LARGE = [
     ((2, 3, 5, 7), list(ISLANDS)),
-    ((31, 33), [Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER]),
-    ((31, 33, 37), [Collective.BROADCAST]),
-    ((1, 63), [Collective.ALLREDUCE, Collective.REDUCE_SCATTER]),
-    ((50, 14), [Collective.ALLGATHER]),
-    ((64, 192), [Collective.ALLREDUCE]),
+    ((31, 33), list(ISLANDS)),
+    ((32, 32), list(ISLANDS)),
+    ((64, 64), list(ISLANDS)),
+    ((100, 28), list(ISLANDS)),
+    ((31, 37, 41), list(ISLANDS)),
+    ((13, 17, 19, 23), list(ISLANDS)),
+    ((31, 33, 37), list(ISLANDS)),
+    ((1, 63), list(ISLANDS)),
+    ((50, 14), list(ISLANDS)),
     ((15, 17), list(ISLANDS)),
+    ((64, 192), [*SIDE, Collective.BROADCAST, Collective.REDUCE]),
+    ((1, 255), SIDE),
 ]
 
 
@@ -114,6 +129,90 @@ def test_islands_of_any_sizes_are_proved(sizes: tuple[int, ...], kinds: list[Col
     for kind in kinds:
         root = sum(sizes) - 1 if kind in ROOTED else 0
         check(build(ISLANDS[kind], side_by_side(*sizes), root=root, scale=kind in REDUCING), inplace=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", SIDE, ids=lambda kind: kind.label)
+@pytest.mark.parametrize("sizes", [(1, 1023), (500, 524)], ids=lambda sizes: "+".join(map(str, sizes)))
+def test_1024_ranks_are_proved_in_a_gigabyte(sizes: tuple[int, ...], kind: Collective) -> None:
+    """In a process of its own, whose peak it is: of a million parts of LOCAL steps, and several million cells."""
+    args = ["--prove", "--op", kind.label, "--islands", *map(str, sizes)]
+    found = subprocess.run([sys.executable, BIND, *args], stdout=subprocess.PIPE, text=True, check=True).stdout
+    row = [cell.strip() for cell in found.splitlines()[-1].split("|")]
+    assert row[1:3] == ["islands", "+".join(map(str, sizes))]
+    assert int(row[-2]) < 1024
+
+
+@given(st.data())
+@settings(max_examples=12)
+def test_any_partition_of_many_ranks_is_proved(data: st.DataObject) -> None:
+    """Up to some 64 ranks, on islands of any sizes."""
+    sizes: list[int] = []
+    left = data.draw(st.integers(2, 64))
+    while left:
+        sizes.append(data.draw(st.integers(1, left)))
+        left -= sizes[-1]
+    n, kind = sum(sizes), data.draw(st.sampled_from([*ISLANDS]))
+    root = data.draw(st.integers(0, n - 1)) if kind in ROOTED else 0
+    scale = kind in REDUCING and data.draw(st.booleans())
+    check(build(ISLANDS[kind], side_by_side(*sizes), root=root, scale=scale), inplace=data.draw(st.booleans()))
+
+
+def test_members_of_an_island_are_asked_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each of them whenever another one is ready: for 255 that was 11 million times, for 1,023 no end."""
+    asked = 0
+
+    def ready(node: Node, pieces: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return _ready(node, pieces)
+
+    monkeypatch.setattr(progress, "_ready", ready)
+    plans = build(ISLANDS[Collective.ALLREDUCE], side_by_side(1, 63))
+    check(plans)
+    assert asked < 12 * sum(len(plan.steps) for plan in plans)
+
+
+# Up to 4,096 ranks: two islands, primes, islands of 1 to 90 with more units than two words count, hosts of eight.
+MANY = [(1, 4095), (2047, 2049), (1009, 1013, 2074), (*range(1, 91),), (1, 2, 3, 5, 7, 11, 13, 17) * 69, (8,) * 512]
+
+
+def bounded(sizes: Sequence[int], kind: Collective, rank: int, root: int) -> None:
+    """A rank draws its own plan in memory that grows with its own messages, and with the parts of its LOCAL steps."""
+    n, hosts = sum(sizes), side_by_side(*sizes)
+    tracemalloc.start()
+    try:
+        plan = ISLANDS[kind].build(n, rank, hosts=hosts, root=root)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    spans = sum(2 + (len(step.local.parts) if step.local else 0) for step in plan.steps)
+    assert peak < 512 * (spans + n) + (16 << 10)
+    send, recv = plan.points()
+    shares = plan.size if kind not in WHOLE else 1
+    assert max(len(send), len(recv)) <= 2 * spans + shares + 4
+    deps, parts = sum(len(s.deps) for s in plan.steps), sum(len(s.local.parts) for s in plan.steps if s.local)
+    assert len(plan.encode((send, recv))) == HEADER.size + STEP.size * len(plan.steps) + 4 * deps + SPAN.size * parts
+
+
+@pytest.mark.parametrize("kind", list(ISLANDS), ids=lambda kind: kind.label)
+@parametrize("sizes", MANY, first=4, ids=lambda sizes: f"{len(sizes)} islands, {sum(sizes)} ranks")
+def test_of_4096_ranks_each_draws_its_own(sizes: tuple[int, ...], kind: Collective) -> None:
+    n = sum(sizes)
+    for rank in (n // 2, n - 1):
+        bounded(sizes, kind, rank, n - 1 if kind in ROOTED else 0)
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_any_partition_of_4096_ranks_is_drawn(data: st.DataObject) -> None:
+    most = data.draw(st.sampled_from([3, 40, 700, 4000]))
+    sizes = data.draw(st.lists(st.integers(1, most), min_size=2, max_size=min(200, max(2, 8192 // most))))
+    while sum(sizes) > 4096:
+        sizes.pop()
+    n, kind = sum(sizes), data.draw(st.sampled_from([*ISLANDS]))
+    root = data.draw(st.integers(0, n - 1)) if kind in ROOTED else 0
+    bounded(sizes, kind, data.draw(st.integers(0, n - 1)), root)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1023), (500, 524), (31, 33, 37)])
@@ -196,6 +295,18 @@ def test_a_span_that_its_receiver_cuts_otherwise_is_refused() -> None:
     steps = tuple(worse if s is step else s for s in plans[1].steps)
     with pytest.raises(PlanError, match="wanted a message as long as"):
         check([plans[0], replace(plans[1], steps=steps), *plans[2:]])
+
+
+def test_parts_that_members_share_are_checked_where_their_memory_differs() -> None:
+    """Members may have the very same parts, and scratch of different sizes."""
+    plans = build(ISLANDS[Collective.ALLGATHER], side_by_side(1, 2))
+    parts = (Span(Buf.SCRATCH, 0, plans[0].pieces), Span(Buf.SCRATCH, plans[0].pieces, plans[0].pieces))
+    for rank, copies in ((1, 2), (2, 0)):
+        plan = plans[rank]
+        steps = [replace(s, local=replace(s.local, parts=parts)) if s.local else s for s in plan.steps]
+        plans[rank] = replace(plan, steps=tuple(steps), scratch_copies=copies)
+    with pytest.raises(PlanError, match=r"rank 2 of 3.*outside the 0 units"):
+        check(plans)
 
 
 def test_crowded_depends_on_what_the_engine_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

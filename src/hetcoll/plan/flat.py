@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..types import WHOLE
 from .ir import Op, Plan
 from .pieces import SLOTS
-from .pipeline import longest_message, share_units
+from .pipeline import share_units
 from .simulator.node import wrong
 from .steps import Ints
 
@@ -43,7 +43,8 @@ class Numbers(NamedTuple):
 
 
 class Flat:
-    """The plans of as many ranks as there are islands, or of one that stands for all, and what each step waits for.
+    """The plans of one rank for each island, and what each step waits for. Of those that wait for nothing before any of
+    their messages some may be left out; of those that turn or swap (`Algorithm`), all but one are.
 
     Raises
     ------
@@ -51,14 +52,16 @@ class Flat:
         Not all messages are received.
     """
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[Plan], *, turns: bool = False, swaps: bool = False) -> None:
         columns = [plan.columns for plan in plans]
         spans = [(each.src, each.dst) for each in columns]
-        self.plans, self.longest = plans, longest_message(plans)
+        self.plans = plans
         self._begins = np.cumsum([0, *map(len, columns)])
         self._plan = np.repeat(np.arange(len(plans)), np.diff(self._begins))  # whose each step is
         self._op, self._lane, self._peer, self._channel, _ = np.concatenate([each.fields for each in columns], axis=1)
         self._src, self._dst = (np.concatenate(each, axis=1) for each in zip(*spans, strict=True))
+        self._units = np.where(self._src[0] < 0, self._dst[2], self._src[2])
+        self.longest = min(share_units(plans[0]), int(self._units[self._peer >= 0].max(initial=1)))
         self._touched = self._shares()
         steps, lanes = np.arange(len(self._plan)), np.lexsort((self._lane, self._plan))
         same = (np.diff(self._lane[lanes]) == 0) & (np.diff(self._plan[lanes]) == 0)
@@ -66,9 +69,9 @@ class Flat:
         deps = [each.deps + begin for each, begin in zip(columns, self._begins, strict=False)]
         ends = np.concatenate([np.diff(each.ends) for each in columns])
         self._deps = np.stack([np.concatenate(deps), np.repeat(steps, ends)])
-        sent, received = self._messages()
-        self._node, self._after = steps.copy(), np.zeros_like(steps)  # a message is one node
-        self._node[received], self._after[received] = sent, LAG
+        sent, received = self._messages(turns, swaps)
+        self._node, self._after = steps.copy(), np.where(receives(self._op), LAG, 0)  # a message is one node
+        self._node[received] = sent
 
     def _shares(self) -> Ints:
         """How many shares each step touches."""
@@ -79,15 +82,16 @@ class Flat:
                 found = np.maximum(found, touched.astype(np.int64))
         return found
 
-    def _messages(self) -> tuple[Ints, Ints]:
-        """The sends, and the receive of each. One plan that stands for all is sent what it sends."""
-        sends, recvs = np.flatnonzero(self._op == _SEND), np.flatnonzero(receives(self._op))
-        size, rank, to, channels = self.plans[0].size, self._plan, self._peer[sends], 1 + self._channel.max(initial=0)
-        if len(self.plans) == 1:
-            rank = np.full_like(rank, self.plans[0].rank)
-            source, to = (2 * rank[sends] - to) % size, rank[sends]
-        else:
-            source = rank[sends]
+    def _messages(self, turns: bool, swaps: bool) -> tuple[Ints, Ints]:
+        """The sends whose receives are here, too, and these. One plan that stands for all is sent what it sends: from
+        there, or from as far on the other side."""
+        size, ranks = self.plans[0].size, np.array([plan.rank for plan in self.plans])
+        here = np.ones(len(self._op), np.bool_) if turns or swaps else np.isin(self._peer, ranks)
+        sends, recvs = np.flatnonzero(here & (self._op == _SEND)), np.flatnonzero(here & receives(self._op))
+        rank, to, channels = ranks[self._plan], self._peer[sends], 1 + self._channel.max(initial=0)
+        source = rank[sends]
+        if turns or swaps:
+            source, to = (2 * source - to) % size if turns else to, source
         ends = []
         for steps, a, b in ((sends, source, to), (recvs, self._peer[recvs], rank[recvs])):
             fifo = (a * size + b) * channels + self._channel[steps]
@@ -121,9 +125,8 @@ class Flat:
     def _edges(self, numbers: Numbers) -> tuple[Ints, Ints]:
         """Which node starts after which, by how much at least."""
         (a, b), message = self._deps, self._peer >= 0
-        units = np.where(self._src[0] < 0, self._dst[2], self._src[2])
         behind = (numbers.pieces - 1) * np.maximum(self._touched[a] - self._touched[b], 0) + self._touched[a] - 1
-        alike = ~message[a] | (message[b] & (units[a] == units[b]))  # or the last part is what it waits for
+        alike = ~message[a] | (message[b] & (self._units[a] == self._units[b]))  # or the last part is what it waits for
         deps = 1 + PACE * (behind * numbers.each + np.where(alike, 0, numbers.parts - 1))
         lanes = PACE * numbers.pieces * numbers.each * self._touched[self._lanes[0]]
         edges = np.concatenate([self._lanes, self._deps], axis=1)

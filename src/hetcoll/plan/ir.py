@@ -146,7 +146,7 @@ class Plan:
         buf, start, count = _wide(self, np.concatenate([columns.src, columns.dst, columns.parts], axis=1))
         kept, scratch = buf >= 0, buf == Buf.SCRATCH
         start = np.where(scratch, start % self.units(self.scratch_like), start) if scratch.any() else start
-        start = start + begin * (np.where(scratch, self.scratch_like, buf) == small)
+        start = start + begin * (np.where(scratch, self.scratch_like, buf) == small).astype(start.dtype)
         found = {0, max(send, recv), begin, end, *start[kept].tolist(), *(start + count)[kept].tolist()}
         larger = tuple(sorted(found))
         smaller = tuple(point - begin for point in larger if begin <= point <= end)

@@ -11,14 +11,15 @@ So a step has a level. It is above those of its lane's earlier steps and of its 
 other ranks do for it: the send of the message that it receives, the receive that empties the slot that it fills. The
 members of an island have their LOCAL steps on one level each, which is no lower than that of an earlier one.
 
-A rank draws no other rank's plan for that: levels follow from the *flat* plans, of one rank for each island. Each step
-of a flat plan gets a start. A message of it, the n-th of all pieces and of all parts that islands share (`Atom`), has
-the level ``start + PACE * n``, as if one rank did it for all parts; whoever has some leaves some numbers out, which
-wrongs nobody. A receive starts `LAG` after its send. The next step of a lane starts after all numbers of the last one,
-so that sends of a lane are `PACE` apart, and the slot of one is filled again, `SLOTS` messages later, at a level that
-is above it by ``PACE * SLOTS >= 2 * LAG``. What needs a step starts after it, not after all of its numbers, so pieces
-overlap. A LOCAL step comes before whatever needs it on any member, for any part, and after all that it needs there.
-What else a rank does, which concerns no other, comes as soon as it can.
+A rank draws no other rank's plan for that: levels follow from the *flat* plans, of one rank for each island, or of as
+few as say what all do (`turns`, `swaps` and `star` of `Algorithm`). Each step of a flat plan gets a start. A message of
+it, the n-th of all pieces and of all parts that islands share (`Atom`), has the level ``start + PACE * n``, as if one
+rank did it for all parts; whoever has some leaves some numbers out, which wrongs nobody. A receive starts `LAG` after
+its send. The next step of a lane starts after all numbers of the last one, so that sends of a lane are `PACE` apart,
+and the slot of one is filled again, `SLOTS` messages later, at a level that is above it by ``PACE * SLOTS >= 2 * LAG``.
+What needs a step starts after it, not after all of its numbers, so pieces overlap. A LOCAL step comes before whatever
+needs it on any member, for any part, and after all that it needs there. What else a rank does, which concerns no other,
+comes as soon as it can.
 
 Starts exist for all plans that need no credits: there a message may be one event, and every event of it may happen for
 all pieces and parts, one after another, before the next does. Of others, that overwrite what they send, the starts are
@@ -52,7 +53,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import ROOTED, WHOLE, Collective
-from .algorithms.base import Algorithm
+from .algorithms.base import Algorithm, power_of_two
 from .costs import Groups, Hosts
 from .flat import LAG, PACE, Flat, Numbers, receives
 from .ir import Buf, Op, Plan
@@ -106,19 +107,22 @@ class Frame:
         own, m, of = self.own, len(self._islands), self._there.of
         flat = entry.flat or entry
         later = own.collective is Collective.REDUCE and len(self._islands[self._home]) > 1  # scaled by the root alone
-        turns = flat.turns and not (own.ordered or own.compress or own.collective in ROOTED)
+        alike = not (own.ordered or own.compress or own.collective in ROOTED)
+        turns, swaps = alike and flat.turns, alike and flat.swaps and power_of_two(m)
+        drawn = [self._here] if turns or swaps else sorted({self._home, self._here}) if flat.star else [*range(m)]
+        hosts = tuple((i,) for i in range(m)) if self._made else None
+        groups = tuple(tuple(sorted({of[r] for r in group})) for group in groups)
         alone = flat is entry and all(island == (r,) for r, island in enumerate(self._islands))  # then mine is one
         plans = [
             own
             if alone and i == own.rank
             else flat.build(
                 m, i, root=self._home, scale=scale and not later, ordered=own.ordered, compress=own.compress,
-                hosts=tuple((i,) for i in range(m)) if self._made else None,
-                groups=tuple(tuple(sorted({of[r] for r in group})) for group in groups),
+                hosts=hosts, groups=groups,
             )
-            for i in ([self._here] if turns else range(m))
+            for i in drawn
         ]  # fmt: skip
-        return Flat(plans), 0 if turns else self._here
+        return Flat(plans, turns=turns, swaps=swaps), drawn.index(self._here)
 
     def _match(self, flat: Columns) -> None:
         """Find which step of the flat plan each of mine is, by its place in the lane, and for messages of which share

@@ -67,11 +67,12 @@ class _Inside(Steps):
         return np.repeat(steps, a), np.tile(np.arange(a), steps.size), np.repeat(self.ready[regions], a)
 
     def writers(self) -> dict[int, list[int]]:
-        """The steps that write RECV, by region."""
+        """The steps that write RECV, by region: of what a step of the flat plan has become, which is of one lane, the
+        last. There may be a thousand, of a thousand regions."""
         steps, regions = self.regions(np.where(self.steps.dst[0] == Buf.RECV, self.steps.dst, -1))
         found: dict[int, list[int]] = {region: [] for region in range(len(self.p.hosts))}
         for step, region in zip(steps.tolist(), regions.tolist(), strict=True):
-            found[region] += self.made(step).tolist()
+            found[region] += self.made(step)[-1:].tolist()
         return found
 
 

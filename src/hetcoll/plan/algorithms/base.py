@@ -222,8 +222,10 @@ class Algorithm(NamedTuple):
     where the draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a
     host have so many cores, if a plan has so many units; see `cut` and `stretched`. `ordered`: it reduces every element
     in the order of ranks where the draft says so. `turns`: where it is not ordered and compresses nothing, rank r does
-    what rank 0 does, with all peers r further round the ring; so does one of equal islands beside the first. `equal`:
-    for shares of one length, and so not for forms with counts. `flat`: what this one runs among the islands.
+    what rank 0 does, with all peers r further round the ring; so does one of equal islands beside the first. `swaps`:
+    among a power of two it does, with ``r ^ d`` in place of d, from which it gets what it sends there. `star`: a rank
+    that is not the root has one message, with the root, and nothing comes before it. `equal`: for shares of one length,
+    and so not for forms with counts. `flat`: what this one runs among the islands.
     """
 
     name: str
@@ -236,6 +238,8 @@ class Algorithm(NamedTuple):
     turns: bool = False
     equal: bool = False
     flat: Algorithm | None = None
+    star: bool = False
+    swaps: bool = False
 
     @property
     def cost(self) -> Callable[[int], Cost] | None:
@@ -336,18 +340,11 @@ def power_of_two(size: int) -> bool:
 
 
 def register(
-    collective: Collective,
-    name: str,
-    *,
-    supports: Callable[[int], bool] = bool,
-    cost: Callable[[int], Cost] | None = None,
-    levels: Callable[[Hosts], Levels] | None = None,
-    compresses: bool = False,
-    stretches: Callable[[int, int], int] | None = None,
-    ordered: bool = False,
-    turns: bool = False,
-    equal: bool = False,
-) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
+    collective: Collective, name: str, *, supports: Callable[[int], bool] = bool,
+    cost: Callable[[int], Cost] | None = None, levels: Callable[[Hosts], Levels] | None = None,
+    compresses: bool = False, stretches: Callable[[int, int], int] | None = None, ordered: bool = False,
+    turns: bool = False, equal: bool = False, star: bool = False, swaps: bool = False,
+) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:  # fmt: skip
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry.
 
     `cost` and `levels` are rows for `hetcoll.plan.costs`, which has those of the library's own: what it takes by the
@@ -355,7 +352,8 @@ def register(
     """
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
-        entry = Algorithm(name, collective, draw, supports, compresses, stretches, ordered, turns, equal)
+        how = (supports, compresses, stretches, ordered, turns, equal, None, star, swaps)
+        entry = Algorithm(name, collective, draw, *how)
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         if cost is not None:

@@ -103,7 +103,7 @@ def allgather(p: Draft) -> None:
     p.copy(2, out(p.rank), inp())
 
 
-@register(Collective.BROADCAST, "direct")
+@register(Collective.BROADCAST, "direct", star=True)
 def broadcast(p: Draft) -> None:
     """The root sends all to everyone: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -112,7 +112,7 @@ def broadcast(p: Draft) -> None:
     p.sends(0, inp(), p.ring(1))
 
 
-@register(Collective.REDUCE, "direct", ordered=True)
+@register(Collective.REDUCE, "direct", ordered=True, star=True)
 def reduce(p: Draft) -> None:
     """Everyone sends all to the root, which adds round the ring from itself on, or in rank order: 1 hop."""
     if p.rank != p.root:
@@ -145,7 +145,7 @@ def reduce_by_shares(p: Draft) -> None:
         p.send(3, mine, p.root, channel=1, after=[total])
 
 
-@register(Collective.GATHER, "direct")
+@register(Collective.GATHER, "direct", star=True)
 def gather(p: Draft) -> None:
     """Everyone sends its unit to the root: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -155,7 +155,7 @@ def gather(p: Draft) -> None:
     p.copy(1, out(p.root), inp())
 
 
-@register(Collective.SCATTER, "direct")
+@register(Collective.SCATTER, "direct", star=True)
 def scatter(p: Draft) -> None:
     """The root sends everyone its unit: 1 hop, n-1 messages."""
     if p.rank != p.root:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, zip_longest
+from typing import Final
 
 from ...types import Collective
 from ..ir import Buf, Span
@@ -29,10 +30,10 @@ ISLANDS: dict[Collective, Algorithm] = {}
 
 
 def _register(
-    collective: Collective, *, compresses: bool = False, turns: bool = False
+    collective: Collective, *, compresses: bool = False, turns: bool = False, star: bool = False
 ) -> Callable[[Callable[[Draft], None]], Callable[[Draft], None]]:
     def enter(draw: Callable[[Draft], None]) -> Callable[[Draft], None]:
-        ISLANDS[collective] = Algorithm("islands", collective, draw, compresses=compresses, turns=turns)
+        ISLANDS[collective] = Algorithm("islands", collective, draw, compresses=compresses, turns=turns, star=star)
         return draw
 
     return enter
@@ -65,7 +66,7 @@ class Split(Place):
         first, last = (unit * len(members) // self.units for unit in (mine.start, mine.stop - 1))
         for j in range(first, last + 1):
             both = _both(mine, self.interval(island, j))
-            found.append((members[j], both.start, len(both)))
+            found.append((members[j], both.start, both.stop - both.start))  # a length would have to fit a word
         return found
 
     def others(self, sign: int) -> list[int]:
@@ -124,7 +125,7 @@ def _exchange(p: Draft, at: Split, summed: int | None) -> list[int | None]:
         return [p.scaled(8, out(a, n), step) for step, (_, a, n) in zip(came, pieces, strict=True)]
 
 
-@_register(Collective.BROADCAST)
+@_register(Collective.BROADCAST, star=True)
 def broadcast(p: Draft) -> None:
     """Inside the root's island first, whose members send an interval each to every other; all-gather there."""
     at = Split(p)
@@ -146,7 +147,7 @@ def broadcast(p: Draft) -> None:
         p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
 
 
-@_register(Collective.REDUCE)
+@_register(Collective.REDUCE, star=True)
 def reduce(p: Draft) -> None:
     """Reduce-scatter inside; the root's island adds what comes to its members' intervals, and reduces to the root."""
     at = Split(p)
@@ -180,14 +181,15 @@ def reduce(p: Draft) -> None:
 # ------------------------------------------------------------------------------------------------------- shares
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """Units [start, start + count) of the share of `rank`, which member `j` of another island passes on."""
+    """Units [start, start + count) of the share of `rank`, which member `j` of another island passes on. Never changed,
+    as a `Span`."""
 
-    rank: int
-    j: int
-    start: int
-    count: int
+    rank: Final[int]
+    j: Final[int]
+    start: Final[int]
+    count: Final[int]
 
 
 class Regions(Place):
@@ -307,7 +309,7 @@ def reduce_scatter(p: Draft) -> None:
     p.scaled(LAST, out(0, at.pieces), ready)
 
 
-@_register(Collective.GATHER)
+@_register(Collective.GATHER, star=True)
 def gather(p: Draft) -> None:
     """The members of the root's island get an interval each of every other's region, and gather it at the root."""
     at = Regions(p)
@@ -339,7 +341,7 @@ def _beside_root(p: Draft, at: Regions, parts: tuple[Span | None, ...]) -> tuple
     return (None if mine is None else tmp(mine.start, mine.count)), []
 
 
-@_register(Collective.SCATTER)
+@_register(Collective.SCATTER, star=True)
 def scatter(p: Draft) -> None:
     """The root scatters every region over the members of its island, who send the pieces to their owners."""
     at = Regions(p)

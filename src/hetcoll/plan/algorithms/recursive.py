@@ -37,7 +37,7 @@ def _fold_in(p: Draft, fold: Fold) -> int | None:
     return p.recv_reduce(1, out(0, p.units), inp(0, p.units), p.rank - 1)
 
 
-@register(Collective.ALLREDUCE, "doubling")
+@register(Collective.ALLREDUCE, "doubling", swaps=True)
 def allreduce_doubling(p: Draft) -> None:
     """log2 n rounds, in each of which partners swap the whole buffer and both add: all hold the same bits, since
     reductions commute bit for bit where there is one NaN. Both overwrite what they send, so a message must fit
@@ -58,7 +58,7 @@ def allreduce_doubling(p: Draft) -> None:
         p.send(0, out(), p.rank - 1, after=[ready])
 
 
-@register(Collective.ALLREDUCE, "halving_doubling")
+@register(Collective.ALLREDUCE, "halving_doubling", swaps=True)
 def allreduce_halving(p: Draft) -> None:
     """Rabenseifner's: log2 n rounds that swap halves, quarters, ... and add, then the same backwards without adding."""
     fold = Fold(p.size, p.rank)
@@ -85,7 +85,7 @@ def allreduce_halving(p: Draft) -> None:
         p.send(3, out(0, p.units), p.rank - 1, after=[ready])
 
 
-@register(Collective.REDUCE_SCATTER, "halving", supports=power_of_two)
+@register(Collective.REDUCE_SCATTER, "halving", supports=power_of_two, swaps=True)
 def reduce_scatter(p: Draft) -> None:
     """log2 n rounds that swap half, a quarter, ... of the buffer; powers of two only."""
     p.scratch_copies = 1 if p.size > 2 else 0
@@ -132,7 +132,7 @@ def reduce_scatter_at_the_end(p: Draft) -> None:
     p.scaled(3, out(), added if p.rank == 0 else p.copy(2, out(), total))
 
 
-@register(Collective.ALLGATHER, "doubling", supports=power_of_two)
+@register(Collective.ALLGATHER, "doubling", supports=power_of_two, swaps=True)
 def allgather(p: Draft) -> None:
     """log2 n rounds that swap all that is known so far: 1, 2, 4, ... units; powers of two only."""
     own: int | None = p.copy(2, out(p.rank), inp())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...types import ROOTED, Collective
 from ..ir import Local, Op, Plan, Span, Step
-from .node import Node, lengths, wrong
+from .node import Node, lengths, named_by_rank, wrong
 
 PARTED = (Collective.ALLGATHER, Collective.REDUCE_SCATTER, Collective.GATHER, Collective.SCATTER)
 KINDS = (*PARTED, Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
@@ -122,13 +122,19 @@ def _join(plans: Sequence[Plan], group: tuple[Node, ...]) -> None:
             raise wrong(plans[node.rank], node.index, f"is {first} on rank {group[0].rank}")
         node.group = group
     sources: dict[int, dict[int, Node]] = {node.id: {} for node in group}
+    by_rank, alike = named_by_rank(plans[group[0].rank]), set[tuple[int, ...]]()  # spans that all members have
     for flow in flows(group):
-        plan, i = plans[flow.to.rank], flow.to.index
+        plan, i, target, found = plans[flow.to.rank], flow.to.index, flow.target, sources[flow.to.id]
+        to = flow.to.rank if target is not None and target.buf in by_rank else -1
         for node, term in flow.terms:
-            if (term is None) != (flow.target is None):
-                raise wrong(plan, i, f"gets {flow.target} where rank {node.rank} gives {term}")
-            if term is not None and lengths(plans[node.rank], term) != lengths(plan, flow.target):
-                raise wrong(plan, i, f"{flow.target} differs in length from {term} on rank {node.rank}")
-            sources[flow.to.id][node.id] = node
+            found[node.id] = node
+            pair = (id(target), to, id(term), node.rank if term is not None and term.buf in by_rank else -1)
+            if pair in alike:
+                continue
+            alike.add(pair)
+            if (term is None) != (target is None):
+                raise wrong(plan, i, f"gets {target} where rank {node.rank} gives {term}")
+            if term is not None and lengths(plans[node.rank], term) != lengths(plan, target):
+                raise wrong(plan, i, f"{target} differs in length from {term} on rank {node.rank}")
     for node in group:
         node.sources = tuple(sources[node.id].values())

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
-from typing import Any
-
-import numpy as np
 
 from ...types import FROM_ROOT, TO_ROOT, Collective
 from ..ir import Buf, Op, Plan, Span, Step
@@ -16,13 +12,9 @@ from .grid import Grid
 from .local import flows, reads, writes
 from .node import Node, wrong
 from .progress import waits
+from .values import PRIME, Value, add, divide, in_rank_order, input_of, inputs, mixed, moved, rounded, sum_of
 
-PRIME = (1 << 61) - 1  # of sums; two of them fit a word
-WORD = (1 << 64) - 1  # what NumPy's integers leave of a product
 SAME = (Collective.ALLREDUCE, Collective.REDUCE, Collective.ALLTOALL)  # in place, unit u of SEND is unit u of RECV
-Value = tuple[Any, Any]
-"""The sum, and a number that knows the order of additions. Where a rank stands for others each is an array: of what
-this rank has and of what they have in its place, by their strides from it."""
 
 
 class Memory:
@@ -30,42 +22,42 @@ class Memory:
 
     def __init__(self, plan: Plan, inplace: bool, grid: Grid) -> None:
         self.grid = grid
-        self.cells: dict[Buf, list[int]] = {}
+        self.cells: dict[Buf, range] = {}
         size = 0
         for buf in Buf:
-            self.cells[buf] = list(range(size, size + grid.cells(buf)))
+            self.cells[buf] = range(size, size + grid.cells(buf))
             size += grid.cells(buf)
         self.scratch = grid.cells(Buf.SEND) + grid.cells(Buf.RECV)  # its first cell
         send, recv, kind, root = self.cells[Buf.SEND], self.cells[Buf.RECV], plan.collective, plan.rank == plan.root
         mine = grid.mine
         if kind is Collective.BROADCAST or (inplace and kind in SAME):
-            recv[:] = send
+            self.cells[Buf.RECV] = send
         elif inplace and (kind is Collective.ALLGATHER or (kind is Collective.GATHER and root)):
-            send[:] = recv[mine]
+            self.cells[Buf.SEND] = recv[mine]
         elif inplace and (kind is Collective.REDUCE_SCATTER or (kind is Collective.SCATTER and root)):
-            recv[:] = send[mine]
+            self.cells[Buf.RECV] = send[mine]
         self.values: list[Value | None] = [None] * size
-        self.rounded: list[tuple[int, ...]] = [()] * size  # the cells that were rounded together with this one
+        self.rounded: list[range | None] = [None] * size  # the cells that were rounded together with this one
         self.writer: list[Access | None] = [None] * size
-        self.readers: list[list[Access]] = [[] for _ in range(size)]
+        self.readers: list[list[Access] | None] = [None] * size  # most of millions of cells are never read
 
-    def where(self, span: Span) -> tuple[int, ...]:
+    def where(self, span: Span) -> range:
         begin, end = self.grid.where(span)
-        return tuple(self.cells[span.buf][begin:end])
+        return self.cells[span.buf][begin:end]
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
     node: Node
-    cells: tuple[int, ...]
+    cells: range
 
-    def precedes(self, node: Node, cells: tuple[int, ...]) -> bool:
+    def precedes(self, node: Node, cells: range) -> bool:
         """Whether this is over, element by element at least, when `node` touches `cells`."""
         bit = 1 << self.node.id
         return bool(node.full & bit) or (self.cells == cells and bool(node.paced & bit))
 
 
-def _accesses(memory: Memory, step: Step) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _accesses(memory: Memory, step: Step) -> tuple[list[range], list[range]]:
     """The cells that a step reads and those that it writes, span by span. A copy onto itself writes nothing."""
     read = [memory.where(span) for span in reads(step)]
     written = [memory.where(span) for span in writes(step)]
@@ -85,16 +77,21 @@ def check_races(plan: Plan, memory: Memory, node: Node, times: int = 1) -> None:
     for cells in read:
         if any(cells != target and not set(cells).isdisjoint(target) for target in written):
             raise wrong(plan, node.index, "src and dst overlap, but are not the same")
+        access = Access(node, cells)
         for cell in cells:
             last = memory.writer[cell]
             if last is not None and not last.precedes(node, cells):
                 raise wrong(plan, node.index, f"reads while step {last.node} may write")
             if last is not None:
                 _check_place(plan, memory, cell, last.node, node)
-            memory.readers[cell].append(Access(node, cells))
+            if (readers := memory.readers[cell]) is None:
+                memory.readers[cell] = [access]
+            else:
+                readers.append(access)
     for cells in written:
+        writing = Access(node, cells)
         for cell in cells:
-            last, readers = memory.writer[cell], memory.readers[cell]
+            last, readers = memory.writer[cell], memory.readers[cell] or []
             for access in readers if last is None else [last, *readers]:
                 if access.node is not node and not access.precedes(node, cells):
                     why = _LENT if access.node.step.lends and _handed_over(access.node, node, times) else ""
@@ -102,7 +99,7 @@ def check_races(plan: Plan, memory: Memory, node: Node, times: int = 1) -> None:
                 _check_place(plan, memory, cell, access.node, node)
             if last is not None and not readers:
                 raise wrong(plan, last.node.index, f"overwritten by step {node} before any use")
-            memory.writer[cell], memory.readers[cell] = Access(node, cells), []
+            memory.writer[cell], memory.readers[cell] = writing, None
 
 
 _LENT = (
@@ -134,60 +131,6 @@ def _check_place(plan: Plan, memory: Memory, cell: int, first: Node, second: Nod
         raise wrong(plan, second.index, f"uses scratch after step {first}, which stands behind it in the plan: {why}")
 
 
-def _mixed(x: Any) -> Any:
-    """A word to which every bit of `x` matters, which may be an array."""
-    for factor in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
-        x = x & WORD
-        x = (x ^ x >> 32) * factor
-    x = x & WORD
-    return x ^ x >> 29
-
-
-def _input(rank: Any, unit: Any) -> Any:
-    """The random number of a rank's unit, the same in every process; or those of an array of ranks, of units."""
-    return _mixed(_mixed(rank + 1) + unit) % PRIME
-
-
-@lru_cache(1 << 13)
-def _sum(size: int, unit: int) -> int:
-    """Of a unit of all ranks."""
-    numbers: list[int] = _input(np.arange(size, dtype=np.uint64), hash(unit)).tolist()
-    return sum(numbers) % PRIME
-
-
-def _add(a: Value, b: Value) -> Value:
-    """Commutative; associative in the first number, not in the second."""
-    return (a[0] + b[0]) % PRIME, _mixed(a[1] * b[1] + 0x9E3779B9 * (a[1] + b[1]))
-
-
-def _divide(a: Value, size: int) -> Value:
-    inverse = pow(size, -1, PRIME)
-    if isinstance(a[0], np.ndarray):  # the product takes two words
-        return (a[0].astype(object) * inverse % PRIME).astype(np.uint64), _mixed(a[1] + size)
-    return a[0] * inverse % PRIME, _mixed(a[1] + size)
-
-
-def _round(a: Value) -> Value:
-    """The same sum to the checker, in other bits."""
-    return a[0], _mixed(a[1] + 0x51ED270B)
-
-
-def _inputs(plan: Plan, symmetry: Symmetry, unit: int) -> Value:
-    if symmetry.times == 1:
-        number: Any = _input(plan.rank, hash(unit))
-    else:
-        units = np.array(list(map(hash, symmetry.units(Buf.SEND, unit))), np.uint64)
-        number = _input(np.array(symmetry.orbit(plan.rank), np.uint64), units)
-    return number, number
-
-
-def _from(values: list[Value], symmetry: Symmetry, strides: int) -> list[Value]:
-    """What ranks so many strides before those that have these values get from them."""
-    if symmetry.times == 1 or strides == 0:
-        return values
-    return [(np.roll(a, -strides), np.roll(b, -strides)) for a, b in values]
-
-
 def check_values(
     plans: Sequence[Plan], order: list[Node], memories: list[Memory], symmetry: Symmetry, averaged: bool
 ) -> None:
@@ -196,7 +139,7 @@ def check_values(
     for plan, memory in zip(plans, memories, strict=True):
         if kind not in FROM_ROOT or plan.rank == plan.root:
             for unit, cell in zip(memory.grid.points[Buf.SEND], memory.cells[Buf.SEND], strict=False):
-                memory.values[cell] = _inputs(plan, symmetry, unit)
+                memory.values[cell] = inputs(plan, symmetry, unit)
     messages: dict[int, list[Value]] = {}
     results = _Results(plans, symmetry, averaged)
     for node in order:
@@ -224,20 +167,26 @@ def _read(plan: Plan, memory: Memory, node: Node, span: Span | None) -> list[Val
 def _execute_local(plans: Sequence[Plan], memories: list[Memory], group: tuple[Node, ...]) -> None:
     """All members at once. Who adds what in which order only the library knows: the second number says so."""
     results: list[tuple[list[Value], Memory, Span]] = []
+    given: dict[tuple[int, int], list[Value]] = {}  # what goes to many as it is, by whose and which span it is
     for flow in flows(group):
         if flow.target is None:
             continue
-        terms = [_read(plans[n.rank], memories[n.rank], n, span) for n, span in flow.terms]
-        total = terms[0]
-        for term in terms[1:]:
-            total = [_add(a, b) for a, b in zip(total, term, strict=True)]
-        if len(terms) > 1:
-            total = [(a, _mixed(b + group[0].id)) for a, b in total]
-        if len(terms) > 1 or flow.terms[0] != (flow.to, flow.target):  # else it lies there already
+        node, span = flow.terms[0]
+        total = given.get((node.id, id(span)))
+        if total is None:
+            total = _read(plans[node.rank], memories[node.rank], node, span)
+            if len(flow.terms) == 1:
+                given[node.id, id(span)] = total
+        for node, span in flow.terms[1:]:
+            term = _read(plans[node.rank], memories[node.rank], node, span)
+            total = [add(a, b) for a, b in zip(total, term, strict=True)]
+        if len(flow.terms) > 1:
+            total = [(a, mixed(b + group[0].id)) for a, b in total]
+        if len(flow.terms) > 1 or flow.terms[0] != (flow.to, flow.target):  # else it lies there already
             results.append((total, memories[flow.to.rank], flow.target))
     for total, memory, target in results:
         for cell, value in zip(memory.where(target), total, strict=True):
-            memory.values[cell], memory.rounded[cell] = value, ()
+            memory.values[cell], memory.rounded[cell] = value, None
 
 
 def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Value]], symmetry: Symmetry) -> None:
@@ -255,23 +204,23 @@ def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Va
                 raise wrong(plan, node.index, f"compresses {step.src}, which no step has rounded as a whole")
             return
         case Op.ROUND:
-            result = [_round(a) for a in read(step.src)]
+            result = [rounded(a) for a in read(step.src)]
         case Op.COPY:
             result = read(step.src)
         case Op.REDUCE:
-            result = [_add(a, b) for a, b in zip(read(step.dst), read(step.src), strict=True)]
+            result = [add(a, b) for a, b in zip(read(step.dst), read(step.src), strict=True)]
         case Op.SCALE:
-            result = [_divide(a, plan.size) for a in read(step.dst)]
+            result = [divide(a, plan.size) for a in read(step.dst)]
         case Op.RECV | Op.RECV_REDUCE:
             assert node.other is not None
-            result = _from(messages.pop(node.other.id), symmetry, node.away)
+            result = moved(messages.pop(node.other.id), symmetry, node.away)
             if step.op is Op.RECV_REDUCE:
-                result = [_add(a, b) for a, b in zip(read(step.src), result, strict=True)]
+                result = [add(a, b) for a, b in zip(read(step.src), result, strict=True)]
     assert step.dst is not None
     written = memory.where(step.dst)
     for cell, value in zip(written, result, strict=True):
         memory.values[cell] = value
-        memory.rounded[cell] = written if step.op is Op.ROUND or (step.op is Op.RECV and step.compressed) else ()
+        memory.rounded[cell] = written if step.op is Op.ROUND or (step.op is Op.RECV and step.compressed) else None
 
 
 class _Results:
@@ -282,13 +231,15 @@ class _Results:
         self._plans, self._symmetry, self._averaged = plans, symmetry, averaged
         self._divisor = pow(plans[0].size, -1, PRIME) if averaged else 1
         self._bits: dict[int, int] = {}
+        self._totals: dict[tuple[int, int, int], int] = {}
 
     def check(self, plan: Plan, memory: Memory) -> None:
         """The results of a rank, and of those it stands for."""
         p2p = _p2p_inputs(self._plans, plan.rank) if plan.collective is Collective.P2P else None
         ranks = self._symmetry.orbit(plan.rank)
         for point, cell in zip(memory.grid.points[Buf.RECV], memory.cells[Buf.RECV], strict=False):
-            value, units = memory.values[cell], self._symmetry.units(Buf.RECV, point)
+            value = memory.values[cell]
+            units = [point] if len(ranks) == 1 else self._symmetry.units(Buf.RECV, point)
             if self._whole_orbit(plan, value, units):
                 continue
             for rank, unit, got in zip(ranks, units, _each(value, len(ranks)), strict=True):
@@ -296,7 +247,7 @@ class _Results:
                     terms, source = _sources(plan, rank, unit)
                     total = self._total(terms, source)
                 else:
-                    total = sum(_input(giver, hash(given)) for giver, given in p2p[unit]) % PRIME
+                    total = sum(input_of(giver, hash(given)) for giver, given in p2p[unit]) % PRIME
                 if got is None or got[0] != total:
                     sources = [(term, source) for term in terms[:8]] if p2p is None else p2p[unit]
                     names = " + ".join(f"rank {r}'s unit {u}" for r, u in sources)
@@ -305,14 +256,17 @@ class _Results:
                     raise wrong(_of(plan, rank), None, f"wanted recv[{unit}] to be {names}; it {problem} in the end")
                 if plan.collective is Collective.ALLREDUCE and got[1] != self._bits.setdefault(unit, got[1]):
                     raise wrong(_of(plan, rank), None, f"recv[{unit}] was added up in another order than on rank 0")
-                if plan.ordered and got != _in_rank_order(terms, source, plan.size if self._averaged else 1):
+                if plan.ordered and got != in_rank_order(terms, source, plan.size if self._averaged else 1):
                     problem = f"recv[{unit}] was not added up in the order of ranks, as the plan says"
                     raise wrong(_of(plan, rank), None, problem)
 
     def _total(self, ranks: range, unit: int) -> int:
         """The sum of a unit of one rank or of all, or its average."""
-        total: int = _input(ranks.start, hash(unit)) if len(ranks) == 1 else _sum(len(ranks), unit)
-        return total * self._divisor % PRIME
+        key = (ranks.start, len(ranks), unit)
+        if key not in self._totals:  # of an all-gather each rank asks for all of them
+            total: int = input_of(ranks.start, hash(unit)) if len(ranks) == 1 else sum_of(len(ranks), unit)
+            self._totals[key] = total * self._divisor % PRIME
+        return self._totals[key]
 
     def _whole_orbit(self, plan: Plan, value: Value | None, units: list[int]) -> bool:
         """Whether what a rank has of an all-reduce, and all those it stands for, is right; of others it is not asked.
@@ -321,7 +275,7 @@ class _Results:
             return False
         sums: list[int] = value[0].tolist()
         bits: list[int] = value[1].tolist()
-        wanted = [_sum(plan.size, unit) * self._divisor % PRIME for unit in units]
+        wanted = [sum_of(plan.size, unit) * self._divisor % PRIME for unit in units]
         return sums == wanted and bits == list(map(self._bits.setdefault, units, bits))
 
 
@@ -335,12 +289,6 @@ def _each(value: Value | None, ranks: int) -> Iterable[Value | None]:
 def _of(plan: Plan, rank: int) -> Plan:
     """For messages: the plan of another rank."""
     return plan if rank == plan.rank else replace(plan, rank=rank)
-
-
-def _in_rank_order(ranks: range, unit: int, divisor: int) -> Value:
-    """What this unit of these ranks, one after another, comes to, and its average where `divisor` is not 1."""
-    total = reduce(_add, ((x, x) for x in (_input(rank, hash(unit)) for rank in ranks)))
-    return total if divisor == 1 else _divide(total, divisor)
 
 
 def _sources(plan: Plan, rank: int, unit: int) -> tuple[range, int]:

@@ -35,13 +35,13 @@ def network(plans: Sequence[Plan], apart: bool = False, symmetry: Symmetry | Non
     sends: dict[tuple[int, int, int], list[Node]] = {}
     recvs: dict[tuple[int, int, int], list[Node]] = {}
     locals: dict[int, list[Node]] = {rank: [] for rank in range(len(plans))}
-    count = 0
+    count, parts = 0, set[tuple[int, ...]]()
     for rank, plan in enumerate(plans):
         _check_header(plans, rank, len(symmetry.orbits) * symmetry.times)
         heads: dict[int, Node] = {}
         row: list[Node] = []
         for i, step in enumerate(plan.steps):
-            _check_step(plan, i)
+            _check_step(plan, i, parts)
             kept = [d for d in step.deps if not (apart and only_in_place(plan, plan.steps[d], step))]
             deps = [(row[d], follows(plan, plan.steps[d], step)) for d in kept]
             away = 0 if step.peer < 0 else symmetry.home(step.peer)[1]
@@ -78,7 +78,8 @@ def _check_header(plans: Sequence[Plan], rank: int, size: int) -> None:
         raise wrong(plan, None, f"islands {plan.islands} do not hold each rank once")
 
 
-def _check_step(plan: Plan, i: int) -> None:
+def _check_step(plan: Plan, i: int, checked: set[tuple[int, ...]]) -> None:
+    """`checked`: the parts of LOCAL steps that were, for what memory; members may have the very same."""
     step = plan.steps[i]
     if step.op is Op.LOCAL:
         check_local(plan, i)
@@ -97,9 +98,12 @@ def _check_step(plan: Plan, i: int) -> None:
     for d in step.deps:
         if not (0 <= d < i and plan.steps[d].lane != step.lane):
             raise wrong(plan, i, f"wanted deps to be earlier steps of other lanes, got {d}")
-    for span in (step.src, step.dst, *(step.local.parts if step.local else ())):
+    parts = step.local.parts if step.local else ()
+    these = (id(parts), plan.rank == plan.root, plan.scratch_copies, plan.scratch_like)
+    for span in (step.src, step.dst, *(parts if these not in checked else ())):
         if span is not None:
             _check_span(plan, i, span)
+    checked.add(these)
     if any(span.buf is Buf.SEND for span in writes(step)):
         raise wrong(plan, i, "writes the caller's input")
     if step.src is not None and step.dst is not None and lengths(plan, step.src) != lengths(plan, step.dst):

@@ -91,6 +91,17 @@ def _in_place(plan: Plan, span: Span) -> Span:
     return Span(larger, span.start + shift * plan.rank * min(plan.send_units, plan.recv_units), span.count)
 
 
+_ITS_PART = ((Collective.ALLGATHER, Buf.SEND), (Collective.REDUCE_SCATTER, Buf.RECV))
+
+
+def named_by_rank(plan: Plan) -> set[Buf]:
+    """The buffers whose spans have names in `lengths` that depend on whose they are: each rank may have another
+    scratch."""
+    kind = plan.collective
+    found = {buf for buf in (Buf.SEND, Buf.RECV) if kind is Collective.ALLTOALL or (kind, buf) in _ITS_PART}
+    return found | {Buf.SCRATCH}
+
+
 def lengths(plan: Plan, span: Span | None, rank: int | None = None) -> list[tuple[int, ...]]:
     """How long a span is, as a name: spans of the same name are of the same length, whatever the counts are.
 
@@ -109,7 +120,7 @@ def lengths(plan: Plan, span: Span | None, rank: int | None = None) -> list[tupl
         if kind is not Collective.ALLTOALL or plan.equal:
             return [(a, b) for _, a, b in shares]
         return [(me, share, a, b) if buf is Buf.SEND else (share, me, a, b) for share, a, b in shares]
-    if (kind, buf) in ((Collective.ALLGATHER, Buf.SEND), (Collective.REDUCE_SCATTER, Buf.RECV)):
+    if (kind, buf) in _ITS_PART:
         return [(0, me * n + start, me * n + end)]
     alike = plan.units(buf) // plan.stretches * (plan.stretches - 1)  # those of all stretches but the last
     if end <= alike:

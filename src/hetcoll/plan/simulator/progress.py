@@ -26,20 +26,29 @@ def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int, symmetry: Sy
         for node in row:
             lanes.setdefault((node.rank, node.step.lane), []).append(node)
     waiting = [lane[::-1] for lane in lanes.values()]
+    awake = _Awake(waiting)
     flying: dict[int, int] = {}
+    gathered: dict[int, int] = {}
     order: list[Node] = []
-    moved = True
-    while moved:
-        moved = False
-        for lane in waiting:
+    while any(awake.lanes):
+        for number, lane in enumerate(waiting):
+            if not awake.lanes[number]:
+                continue
             while lane:
                 if _home(lane[-1]):
                     lane[-1].done = pieces
+                    awake.after(lane[-1])
                 if lane[-1].done == pieces:
                     lane.pop()
-                elif not _advance(_due(lane), pieces, slots, flying, order):
-                    break
-                moved = True
+                    continue
+                due = _due(lane)
+                if _advance(due, pieces, slots, flying, gathered, order):
+                    awake.after(due)
+                    continue
+                if slots == 0 and due.other is not None and due.step.op is not SEND and _ready(due, pieces):
+                    awake.lanes[awake.lane[due.other.id]] = True  # without slots it is the send that moves
+                break
+            awake.lanes[number] = False
     stuck = [lane[-1] for lane in waiting if lane]
     if stuck:
         whole = symmetry or everyone(len(plans))
@@ -47,6 +56,32 @@ def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int, symmetry: Sy
         names = "; ".join(f"rank {rank} step {i} ({step})" for rank, i, step in all_stuck[:8])
         raise wrong(plans[stuck[0].rank], stuck[0].index, f"deadlock with {slots} slots: {names}")
     return order
+
+
+class _Awake:
+    """The lanes, by their numbers, that may have got what they wait for: of thousands nobody asks the others."""
+
+    def __init__(self, waiting: list[list[Node]]) -> None:
+        self.lane = {node.id: number for number, lane in enumerate(waiting) for node in lane}
+        self.lanes = bytearray([1]) * len(waiting)
+        self._laters: dict[int, list[int]] = {}  # of each node, the lanes of those that have it as a dep
+        self._lenders: dict[int, list[Node]] = {}  # of each send, those whose memory it may lend on
+        for number, lane in enumerate(waiting):
+            for node in lane:
+                for dep, _ in node.deps:
+                    self._laters.setdefault(dep.id, []).append(number)
+                if node.onward is not None:
+                    self._lenders.setdefault(node.onward.id, []).append(node)
+
+    def after(self, node: Node) -> None:
+        """A step has moved."""
+        for each in node.group or ((node,) if node.other is None else (node, node.other)):
+            self.lanes[self.lane[each.id]] = True
+            for number in self._laters.get(each.id, ()):
+                self.lanes[number] = True
+        for lender in self._lenders.get(node.id, ()) if node.met else ():
+            self.lanes[self.lane[lender.id]] = True
+            self.after(lender)
 
 
 def _home(node: Node) -> bool:
@@ -60,13 +95,24 @@ def _due(lane: list[Node]) -> Node:
     return first if first.step.op is SEND else lane[-1]
 
 
-def _advance(node: Node, pieces: int, slots: int, flying: dict[int, int], order: list[Node]) -> bool:
-    """Move one piece of a step, if its deps and its FIFO allow. A step that ends joins `order`."""
+def _advance(
+    node: Node, pieces: int, slots: int, flying: dict[int, int], gathered: dict[int, int], order: list[Node]
+) -> bool:
+    """Move one piece of a step, if its deps and its FIFO allow. A step that ends joins `order`.
+
+    `gathered`: up to which member each LOCAL step was found to be ready. Who is ready stays so, and of a thousand
+    members each is asked once, not once for each time that another one is.
+    """
     other, step = node.other, node.step
     if not _ready(node, pieces):
         return False
     if step.op is LOCAL:  # the members wait for each other, whether or not the library makes them
-        if not all(_ready(member, pieces) for member in node.group):
+        first = node.group[0].id
+        there = gathered.get(first, 0)
+        while there < len(node.group) and _ready(node.group[there], pieces):
+            there += 1
+        gathered[first] = there
+        if there < len(node.group):
             return False
         for member in node.group:
             member.done = pieces
