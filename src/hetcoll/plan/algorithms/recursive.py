@@ -125,11 +125,12 @@ def reduce_scatter_at_the_end(p: Draft) -> None:
         terms |= {rank ^ half: tmp(room + half * i, half) for i, rank in enumerate([*terms])}
         room, half = room + whole.count, half // 2
     first, *others = (terms[rank] for rank in range(p.size))
-    total = out() if p.rank == 0 else first
-    added = p.copy(2, total, first, after=[came])
+    total, ready = first, came  # where it is scratch
+    if p.rank == 0:
+        total, ready = out(), p.copy(2, out(), first, after=[came])
     for term in others:
-        added = p.reduce(2, total, term)
-    p.scaled(3, out(), added if p.rank == 0 else p.copy(2, out(), total))
+        ready = p.reduce(2, total, term, after=[ready])
+    p.scaled(3, out(), ready if p.rank == 0 else p.copy(2, out(), total, after=[ready]))
 
 
 @register(Collective.ALLGATHER, "doubling", supports=power_of_two, swaps=True)
