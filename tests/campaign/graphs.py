@@ -1,4 +1,4 @@
-"""A step of calls in graphs: captured once, replayed with new inputs, beside calls that no graph has."""
+"""Steps of calls and messages in graphs: captured once, replayed with new inputs, beside calls that no graph has."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from reference import Case
 import hetcoll
 from hetcoll.types import REDUCING, Collective
 from hetcoll.vendors.devices.base import Device
+
+from .program import values
 
 _LIBRARIES = ("float32", "float64", "int32", "int64")  # whose sums every vendor's library has
 _LONG = 1_800_001  # float32s: more than one kernel does
@@ -130,6 +132,68 @@ def graphs(
                         comm.barrier()
                     if beside in ("between", "under way"):
                         check(comm, whole, comm.size ** (turn + 2))
+
+
+def _may_pass(comm: hetcoll.Communicator, a: int, b: int) -> bool:
+    """Whether a graph may have messages from one rank to the other, as docs/gpus.md has it."""
+    kinds = kinds_of(comm)
+    return "c" not in (kinds[a], kinds[b]) and (kinds[a] == kinds[b] or comm.topology.way(a, b) == "mapped")
+
+
+def passing(
+    comm: hetcoll.Communicator, edges: list[tuple[int, int, int]], grouped: bool, seeds: Sequence[int], beside: str
+) -> None:
+    """Messages in one graph on each rank that has some, replayed with what each of `seeds` makes of them."""
+    mine = [
+        (n, src, dst) for n, (src, dst, _) in enumerate(edges) if comm.rank in (src, dst) and _may_pass(comm, src, dst)
+    ]
+    arrays = {n: np.zeros(max(1, edges[n][2]), np.int64) for n, *_ in mine}
+    whole = Own(comm, np.ones(1000, np.float32))
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(stream_of(comm))
+        comm.allreduce(whole.array, stream=stream)
+        check(comm, whole, comm.size)
+        replay: Callable[[], None] = lambda: None  # noqa: E731
+        if mine and stream is not None:
+            device = device_of(comm)
+            device.activate()
+            memory = stack.enter_context(Copies(device, list(arrays.values())))
+
+            def move() -> None:
+                with comm.group() if grouped else contextlib.nullcontext():
+                    for n, src, dst in mine:
+                        buffer = replace(memory.buffer(arrays[n]), stream=stream)
+                        if comm.rank == src:
+                            comm.send(buffer, dst)
+                        else:
+                            comm.recv(buffer, src)
+
+            move()  # the first message of two ranks is no graph's
+            device.synchronize()
+            if comm.error is not None:
+                comm.barrier()
+            graph = stack.enter_context(captured(device, stream, move))
+
+            def replay() -> None:
+                memory.__enter__()
+                graph.replay(stream)
+                device.synchronize()
+                if comm.error is not None:  # then streams go on without the data, and the next call says why
+                    comm.barrier()
+                memory.fetch()
+
+        for turn, seed in enumerate(seeds):
+            for n, src, _ in mine:
+                arrays[n][:] = values(seed, n, count=len(arrays[n])) if comm.rank == src else -1
+            replay()
+            for n, *_ in mine:
+                right = (arrays[n] == values(seed, n, count=len(arrays[n]))).all()
+                assert right, f"replay {turn + 1}: message {n} of {edges} is wrong on rank {comm.rank}"
+            if beside == "between":
+                comm.allreduce(whole.array, stream=stream)
+                check(comm, whole, comm.size ** (turn + 2))
+            elif beside == "barrier":
+                comm.barrier()
 
 
 def check(comm: hetcoll.Communicator, array: Own, want: int) -> None:

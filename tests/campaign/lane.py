@@ -33,7 +33,7 @@ from hetcoll.rendezvous import succession
 from hetcoll.rendezvous.connections import sockets
 
 from .play import Player, Report
-from .program import CUT, NETWORK, REGROUPS, Program
+from .program import CUT, HARMLESS, NETWORK, Program
 from .verdict import judge
 
 ENOUGH = 90.0  # seconds for a program, far more than any error may take
@@ -252,7 +252,7 @@ def _sit(pipe: Connection, device: str, output: str) -> None:
         _close(object)  # the store of the job
         if orders.network is not None:
             netns.enter(home)
-        if set(orders.program.devices) != {"c"} and orders.program.attack.kind in REGROUPS:
+        if set(orders.program.devices) != {"c"} and orders.program.attack.kind not in HARMLESS:
             _allow_an_id(before)
         pipe.send(_left(before))
 

@@ -80,11 +80,7 @@ class Program:
 
 # What is done to a job. Weights: how often of a thousand seeds; those that wait for timeouts cost seconds.
 
-CUT = {
-    "half": 2,
-    "rejoin": 2,
-    "partition": 4,
-}  # a network is cut: one of two; both, for longer than the timeout; for ever
+CUT = {"half": 2, "rejoin": 2, "partition": 4}  # a network: one of two; both, for longer than the timeout; for ever
 HARMLESS = {"slow": 4, "lossy": 4, "blink": 4, "nothing": 280, "links": 110, "pause": 60, "signals": 60, "late": 40}
 HARMLESS["resets"] = 0  # of TCP connections, those to the store too: of those to which nothing was to be done, below
 LOSING = {"kill": 70, "exit": 20, "raise": 60, "close": 40}  # victims are gone for the others
@@ -96,7 +92,7 @@ PERHAPS["truncate"] = 0  # a third of those of which messages were to be spoiled
 ATTACKS = CUT | HARMLESS | LOSING | FAILING | WAITING | PERHAPS
 RDMA = ("cables", "cables", "nothing", "links", "kill", "raise", "close", "abort", "mismatch", "interrupt", "absent")
 NETWORK = {*CUT, "slow", "lossy", "blink"}  # hosts are network namespaces, joined by two networks
-NEVER_ON_GPUS = {*NETWORK, "links", "interrupt", "cables", "spoil", "truncate", "files", "memory", "sizes"}
+NEVER_ON_GPUS = {*NETWORK, "links", "interrupt", "cables", "files", "memory", "sizes"}
 REGROUPS = {*CUT, *LOSING, *FAILING, *WAITING}
 TIMEOUT = 1.0  # seconds, of WAITING and of links that lose messages
 
@@ -161,7 +157,7 @@ _RDMA = {"HETCOLL_TRANSPORT": "verbs", "HETCOLL_IB_BYTES": "128K", "HETCOLL_IB_T
 
 def _devices(rng: random.Random, size: int, kind: str) -> str:
     """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`;
-    limits are the fakes', too, whose memory is files; NCCL keeps an id whose ranks were lost before they met."""
+    limits are the fakes', too, whose memory is files."""
     if rng.random() >= 0.02 or size > 4 or kind in NEVER_ON_GPUS:
         return "c" * size
     return "".join(rng.choice("nnaac") for _ in range(size))
@@ -268,6 +264,7 @@ STEPS = {
 }  # fmt: skip
 STEPS_ON_GPUS = {"calls": 12, "messages": 8, "graphs": 5, "split": 2, "mistake": 0.5, "agree": 0.7, "look": 0.5}
 IN_PARTS = ("calls", "messages", "graphs")
+BESIDE = ("nothing", "barrier", "between")  # what comes between two replays
 
 
 def _step(rng: random.Random, what: str, size: int, types: Sequence[str]) -> Step:
@@ -280,11 +277,15 @@ def _step(rng: random.Random, what: str, size: int, types: Sequence[str]) -> Ste
         case "messages":
             pairs = [rng.sample(range(size), 2) for _ in range(rng.randint(1, 2 * size))] if size > 1 else []
             edges = [(a, b, rng.choice((0, 1, 30, 2000, 2000, 50_000))) for a, b in pairs]
-            return Step(what, (edges, rng.choice(("group", "async", "in turn", "threads"))))
+            how, captured = rng.choice(("group", "async", "in turn", "threads")), random.Random(f"{edges} captured")
+            if types is TYPES or captured.random() >= 1 / 3:
+                return Step(what, (edges, how))
+            seeds = [captured.randrange(1 << 20) for _ in range(captured.randint(1, 5))]
+            return Step("passing", (edges, captured.random() < 0.5, seeds, captured.choice(BESIDE)))
         case "graphs":
             cases = [_of_something(draw_case(rng, size, types)) for _ in range(rng.choice((1, 1, 2)))]
             seeds = [rng.randrange(1 << 20) for _ in range(rng.randint(1, 5))]
-            beside = rng.choice(("nothing", "barrier", "between", "under way"))
+            beside = rng.choice((*BESIDE, "under way"))
             return Step(what, (cases, seeds, beside, some, rng.choice((0.0, 0.0, 0.002))))
         case "tagged":
             return Step(what, (some, rng.randint(1, 9), rng.choice((1, 3000))))

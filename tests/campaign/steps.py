@@ -20,7 +20,7 @@ from reference import Case
 
 import hetcoll
 
-from .graphs import graphs
+from .graphs import graphs, passing
 from .program import Step, draw_steps, values
 from .wider import WIDER, of_part
 
@@ -277,6 +277,7 @@ STEPS: dict[str, Callable[..., None]] = {
     for each in (
         calls, fence, hurry, messages, tagged, split, near, repeat, objects, mistake, fork, weigh, agree, look, put,
         graphs,
+        passing,
     )
 } | WIDER  # fmt: skip
 

@@ -10,7 +10,7 @@ from .play import Phase, Report
 from .program import CUT, HARMLESS, LOSING, PERHAPS, REGROUPS, WAITING, Program
 
 SOON = 15.0  # seconds: many times what an error takes, and what ranks take that go on
-CUT_OFF = 25.0  # the same, where it takes seconds to know that a network is cut
+CUT_OFF = 25.0  # the same, where it takes seconds to know that a network is cut, or that GPUs' paths bring nothing
 LOST, ABORTED, LATE = "PeerLostError", "AbortedError", "CollectiveTimeoutError"
 _TOO_LITTLE = "in one piece of this rank's"  # `empty`: ranks share as much memory as the least of them has room for
 ALLOWED = {
@@ -58,7 +58,8 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
     """What is wrong with what a rank was told in the first communicator."""
     kind, victims = program.attack.kind, program.attack.victims
     what = f"rank {rank}: {phase.error} {phase.text}"
-    if phase.seconds > (CUT_OFF if kind in CUT else SOON) * (PATIENCE if program.rdma else 1):
+    unproved = set(program.devices) != {"c"} and kind in PERHAPS
+    if phase.seconds > (CUT_OFF if kind in CUT or unproved else SOON) * (PATIENCE if program.rdma else 1):
         return f"{what} after {phase.seconds:.1f} s"
     if kind in HARMLESS or kind == "cables":
         return what if phase.error else ""
@@ -74,7 +75,7 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
         return ""
     if kind == "memory" and phase.error == "ArgumentError" and _TOO_LITTLE in phase.text:
         return ""
-    if phase.error not in ALLOWED[kind]:
+    if phase.error not in ALLOWED[kind] and not (unproved and phase.error == "InitError"):
         return f"{what}, wanted one of {ALLOWED[kind]}"
     here = victims if rank in victims else set(range(program.size)) - set(victims)
     if kind == "partition" and phase.error == LOST and phase.lost in here and phase.lost != rank:
@@ -86,18 +87,24 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
 
 def _truncated(program: Program, told: dict[int, Phase]) -> list[str]:
     """Whom ranks name where a stream has ended: the one that sent it; or one that was told so of a part, or a window,
-    and then left. Any in messages: tagged ones go over two ranks' own communicator, where either may have that number,
-    and of several threads one may hear first that another rank has given up."""
+    and then left. Any while GPUs' paths are proved, which both ends give up, and in messages: tagged ones go over two
+    ranks' own communicator, where either may have that number, and of several threads one may hear first that another
+    rank has given up."""
     lost = {rank: phase for rank, phase in told.items() if phase.error == LOST}
     sender = int(program.env["HETCOLL_FAULT"].split("rank=")[1])
     at = {rank: program.steps[phase.step].what for rank, phase in lost.items()}
     left = {
-        rank for rank, phase in lost.items() if phase.part or (phase.lost == sender and at[rank] in ("put", "near"))
+        rank
+        for rank, phase in lost.items()
+        if phase.part or (phase.lost == sender and at[rank] in ("put", "near", "pieces"))
     }
     return [
         f"rank {rank}: {phase.error} {phase.text} names {phase.lost}, wanted one of {sorted({sender, *left})}"
         for rank, phase in lost.items()
-        if not phase.part and at[rank] not in ("tagged", "messages") and phase.lost not in {sender, *left}
+        if not phase.part
+        and "path_probe.py" not in phase.text
+        and at[rank] not in ("tagged", "messages", "passing")
+        and phase.lost not in {sender, *left}
     ]
 
 

@@ -180,10 +180,14 @@ def _unique_id(job: Job) -> bytes:
     return _here["library"].unique_id() if job.rank == 0 else b""  # type: ignore[no-any-return]
 
 
-def _join(job: Job, unique_id: bytes, timeout: float = SECONDS, late: int = -1) -> None:
+def _gave_up() -> None:
+    raise InitError("rank 2 gave up")
+
+
+def _join(job: Job, unique_id: bytes, timeout: float = SECONDS, late: int = -1, *sound: Callable[[], None]) -> None:
     """Join the island, but for rank `late`, which does not come."""
     if job.rank != late:
-        _here["island"] = Island(_here["library"], job.size, job.rank, unique_id, _here["device"], timeout)
+        _here["island"] = Island(_here["library"], job.size, job.rank, unique_id, _here["device"], timeout, *sound)
 
 
 def _allreduce(
@@ -269,6 +273,11 @@ def test_several_islands_one_after_another(members: Callable[..., Ranks]) -> Non
         ranks.run(_join, ranks.run(_unique_id)[0])
         ranks.run(_reduces)
         ranks.run(_end, how)
+
+
+def test_those_who_wait_for_a_member_hear_that_it_gave_up(members: Callable[..., Ranks]) -> None:
+    outcomes = (ranks := members(3)).outcomes(_join, ranks.run(_unique_id)[0], SECONDS, 2, _gave_up)
+    assert ["rank 2 gave up" in str(outcome.error) for outcome in outcomes] == [True, True, False]
 
 
 @pytest.mark.calm

@@ -49,7 +49,7 @@ class CpuRank:
         self._wiring, self._planner = wiring, planner
         self._share = GpuShare(wiring, diagnosis, None, "it has no GPU", meet, timeout)
         try:
-            islands = GpuIslands(wiring.topology, wiring.rank, self._share.gpus, None, meet, timeout)
+            islands = GpuIslands(wiring, self._share.gpus, None, meet, timeout, diagnosis)
         except BaseException:
             self._share.close()
             raise

@@ -103,7 +103,7 @@ class GpuExecutor:
             clear(device, self._state, STATE_BYTES)
             self._queue = self._new_queue()
             undo.callback(self._queue.drop_lanes)
-            islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, seconds, capturing)
+            islands = GpuIslands(wiring, share.gpus, device, meet, seconds, diagnosis, capturing)
             undo.callback(islands.close, timeout)
             self._islands = islands
             if (island := islands.island) is not None:

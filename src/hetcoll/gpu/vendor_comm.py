@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError, HetcollError, spell_ranks
 from ..links.facts import Gpu, served
-from ..plan.topology import Islands, Topology, spell_islands
+from ..plan.topology import Islands, spell_islands
 from ..types import DType, ReduceOp
 from ..vendors.ccl import nccl, rccl
 from ..vendors.ccl.library import Island
@@ -18,6 +18,8 @@ from ..vendors.ccl.native import Native, native
 from .float8 import two_kinds
 
 if TYPE_CHECKING:
+    from ..health.diagnosis import Diagnosis
+    from ..links.wiring import Wiring
     from ..vendors.devices.base import Device
 
 log = logging.getLogger("hetcoll")
@@ -48,14 +50,15 @@ class GpuIslands:
 
     def __init__(
         self,
-        topology: Topology,
-        rank: int,
+        wiring: Wiring,
         gpus: Sequence[Gpu],
         device: Device | None,
         meet: Meet,
         timeout: float,
+        diagnosis: Diagnosis,
         capturing: bool = False,
     ) -> None:
+        topology, rank = wiring.topology, wiring.rank
         self._gpus = gpus
         self.alone: Islands = tuple((r,) for r in range(topology.size))
         found = topology.equipped([(gpu.vendor, gpu.bus) for gpu in gpus]).islands
@@ -79,7 +82,12 @@ class GpuIslands:
         ids = meet("islands()", library.unique_id() if library is not None and first else b"")
         if library is not None:
             assert device is not None
-            self.island = Island(library, len(mine), self.place, ids[mine[0]], device, timeout)
+
+            def sound() -> None:
+                if wiring.engine.failed:  # then some may have given up before they joined
+                    raise diagnosis.error()
+
+            self.island = Island(library, len(mine), self.place, ids[mine[0]], device, timeout, sound)
             log.info("rank %d: %s in island %s", rank, library, spell_islands((mine,)))
             # It waits from now on: there are no new threads once the interpreter ends (Python 3.12), which closes, too.
             arguments = (f"rank {rank}: {library}", self._asked)

@@ -15,7 +15,7 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -181,6 +181,8 @@ class Island:
         This rank's GPU, on which no other member is.
     timeout
         Seconds for all members to come.
+    sound
+        Asked while they come: raises where some never will.
 
     Raises
     ------
@@ -189,14 +191,21 @@ class Island:
     """
 
     def __init__(
-        self, library: Library, size: int, rank: int, unique_id: bytes, device: Device, timeout: float
+        self,
+        library: Library,
+        size: int,
+        rank: int,
+        unique_id: bytes,
+        device: Device,
+        timeout: float,
+        sound: Callable[[], None] = lambda: None,
     ) -> None:
         if len(unique_id) != UNIQUE_ID_BYTES or not 0 <= rank < size:
             raise ArgumentError(f"wanted 128 bytes and a rank below {size}, got {len(unique_id)} bytes and rank {rank}")
         self.library, self.size, self.rank, self.handle = library, size, rank, 0
         self._lock = threading.Lock()
         self._what = f"{library.name} among {size} ranks"
-        self._timeout, self._deadline = timeout, time.monotonic() + timeout
+        self._timeout, self._deadline, self._sound = timeout, time.monotonic() + timeout, sound
         device.activate()
         start, held, config = _P(), _UniqueId.from_buffer_copy(unique_id), _Config.make(blocking=False)
         try:
@@ -223,6 +232,7 @@ class Island:
         while (code := self._state(comm)) == _IN_PROGRESS:
             if time.monotonic() > self._deadline:
                 raise InitError(f"{self._what}: not all have come within {self._timeout:g} s")
+            self._sound()
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
         if code != _SUCCESS:
