@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,30 @@ def test_explain_says_which_plan_and_why(gpus: str, wanted: list[tuple[str, str]
     assert gpus == "nnaa" or others == [told] * (len(gpus) - 1)  # there ranks are each other's mates
     for text, (begin, part) in zip(told, wanted, strict=True):
         assert (text.startswith(begin), part in text) == (True, True), (text, begin, part)
+
+
+def receive_before_sending(comm: hetcoll.Communicator) -> list[int]:
+    """Both ranks' receives, which another thread calls, stand on the default stream when they send on another one."""
+    device, other = device_of_rank(comm.rank), 1 - comm.rank
+    mine, got = DeviceArray.of(device, np.arange(2000) + comm.rank), DeviceArray(device, 2000, "int64")
+    comm.sendrecv(mine.buffer(), other, got.buffer(), other)  # what the first message takes is made by both together
+    side, ready = device.stream(), device.event()
+    receiver = threading.Thread(target=lambda: comm.recv(got.buffer(), other))
+    receiver.start()
+
+    def stands() -> bool:
+        device.record(ready, 0)
+        return not device.query(ready)
+
+    wait_until(stands)
+    comm.send(mine.buffer(), other, stream=side)
+    receiver.join()
+    device.destroy_event(ready)
+    device.synchronize(side)
+    device.destroy_stream(side)
+    return [int(each) for each in got.get()[:2]]
+
+
+def test_what_a_check_reads_before_a_message_does_not_wait_for_another_stream() -> None:
+    with start_gpus("na", HETCOLL_CHECK="1") as ranks:
+        assert ranks.run(receive_before_sending, timeout=60) == [[1, 2], [0, 1]]

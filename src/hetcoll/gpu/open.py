@@ -208,18 +208,20 @@ class Gpus:
         """See `runtime.executor.Gpus`."""
         if buffer.device == "cpu":
             return buffer
-        device, handle = self.device_of(buffer), streams.handle(stream, buffer)
-        with device.active():
-            device.synchronize(handle)
-        return self.read(buffer)
+        return self._read(buffer, streams.handle(stream, buffer))
 
     def read(self, buffer: Buffer) -> Buffer:
         """See `runtime.executor.Gpus`."""
-        if buffer.device == "cpu":
-            return buffer
+        return buffer if buffer.device == "cpu" else self._read(buffer, None)
+
+    def _read(self, buffer: Buffer, stream: int | None) -> Buffer:
+        """On that stream, if there is one: on the default one another thread's receive may stand, whose peer waits for
+        what this one is about to send."""
         device, data = self.device_of(buffer), np.empty(buffer.nbytes, np.uint8)
         with device.active():
-            device.copy(int(data.ctypes.data), buffer.ptr, buffer.nbytes)
+            device.copy(int(data.ctypes.data), buffer.ptr, buffer.nbytes, stream)
+            if stream is not None:
+                device.synchronize(stream)
         return replace(buffer, ptr=int(data.ctypes.data), owner=data, device="cpu", index=0, stream=None)
 
     def snapshot(self, buffer: Buffer, stream: object) -> GpuSnapshot:
