@@ -151,7 +151,7 @@ bool Windows::Serve(Links& links, int peer) {
     }
   } catch (const Fault& fault) {
     // Whoever closes its end asks nothing more; that it has died others will tell, and so will the FIFO of answers.
-    const bool between = in.phase == Phase::kHead && in.at == 0;
+    const bool between = in.phase == Phase::kHead && in.at == 0 && !links.rx(peer, kRequests).end->Amid();
     if (fault.kind != FaultKind::kPeerGone || !between) throw;
     in.ended = true;
   }

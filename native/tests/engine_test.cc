@@ -128,6 +128,7 @@ void TablesOfMoves();
 void GatedTransfers();
 void FailingDevices();
 void LeavingWindows();
+void CutRequests();
 void PulledWithoutADevice();  // strangers_test.cc
 void AnsweredBeforeItIsAsked();
 void AskedForWhatIsGone();
@@ -240,6 +241,7 @@ constexpr Scenario kScenarios[] = {
     {"windows of devices: streams", GatedTransfers},
     {"windows of devices: failed", FailingDevices},
     {"windows: left", LeavingWindows},
+    {"windows: cut", CutRequests},
     {"strangers: pulled without a device", PulledWithoutADevice, kAlone},
     {"strangers: answered before", AnsweredBeforeItIsAsked, kAlone},
     {"strangers: asked again", AskedForWhatIsGone, kAlone},
