@@ -123,8 +123,8 @@ def calls_of(comm: hetcoll.Communicator) -> None:
         assert blocks_of(experts) is WindowBlocks
         for name in made:
             undo.enter_context(noted(name))
-        read = undo.enter_context(mock.patch.object(type(comm._core.gpus), "read", autospec=True,
-                                                    side_effect=type(comm._core.gpus).read))  # fmt: skip
+        read = undo.enter_context(mock.patch.object(type(comm._core.gpus), "_read", autospec=True,
+                                                    side_effect=type(comm._core.gpus)._read))  # fmt: skip
         received, layout = experts.dispatch(x, ids)
         assert len(made["launch"]) == 5  # number, pack, tell, place, spread
         assert sum(call.args[1].nbytes for call in read.call_args_list) == 4 * tokens * k + 4 * PER_RANK
