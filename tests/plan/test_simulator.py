@@ -91,6 +91,11 @@ def test_a_group_with_more_peers_than_lanes_is_proved() -> None:
     assert check(plans).messages == 2 * n * (n - 1)
 
 
+def test_a_chain_of_more_ranks_than_calls_nest_is_proved() -> None:
+    """Each of which lends on what it was lent."""
+    check(build(ALGORITHMS[Collective.ALLREDUCE]["chained"], 1100), inplace=True)
+
+
 # ---------------------------------------------------------------------------------------------------- wrong plans
 
 

@@ -75,18 +75,21 @@ class _Awake:
 
     def after(self, node: Node) -> None:
         """A step has moved."""
-        for each in node.group or ((node,) if node.other is None else (node, node.other)):
-            self.lanes[self.lane[each.id]] = True
-            for number in self._laters.get(each.id, ()):
-                self.lanes[number] = True
-        for lender in self._lenders.get(node.id, ()) if node.met else ():
-            self.lanes[self.lane[lender.id]] = True
-            self.after(lender)
+        moved = [node]
+        while moved:  # what is lent may be lent on by every rank of a chain, of thousands
+            node = moved.pop()
+            for each in node.group or ((node,) if node.other is None else (node, node.other)):
+                self.lanes[self.lane[each.id]] = True
+                for number in self._laters.get(each.id, ()):
+                    self.lanes[number] = True
+            moved += self._lenders.get(node.id, ()) if node.met else ()
 
 
 def _home(node: Node) -> bool:
     """Whether nobody reads any more what a send has lent."""
-    return node.met and (node.onward is None or _home(node.onward))
+    while node.met and node.onward is not None:
+        node = node.onward
+    return node.met
 
 
 def _due(lane: list[Node]) -> Node:
