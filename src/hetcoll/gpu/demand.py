@@ -100,8 +100,8 @@ class Demand:
                 (room, False, itertools.product((False,), (large + small)[-1:])),
             ):
                 for rings, slot in ways:
-                    soon, all = (self._bytes(each, slot, far, kernels, rings) for each in (_SOON, _CHANNELS))
-                    if (left := min(share - soon, room - all)) >= 0:
+                    soon, ever = (self._bytes(each, slot, far, kernels, rings) for each in (_SOON, _CHANNELS))
+                    if (left := min(share - soon, room - ever)) >= 0:
                         return Fit(slot, far, kernels, rings, max(0, left - room // WINDOWS) // slot)
         return None
 

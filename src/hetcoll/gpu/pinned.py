@@ -72,7 +72,7 @@ class Pinned:
     far as that is known."""
 
     def __init__(self, budget: int, ranks: int) -> None:
-        self._budget, self._at_least = budget, ranks
+        self._budget, self._known = budget, ranks
         self._shares = False
         self.held = 0
         """Bytes."""
@@ -81,7 +81,7 @@ class Pinned:
         """It has slots from now on, and so many ranks of the host do have GPUs."""
         global _ranks, _sharing
         with _lock:
-            _ranks = max(_ranks, self._at_least)
+            _ranks = max(_ranks, self._known)
             _sharing += not self._shares
             self._shares = True
 
@@ -93,13 +93,14 @@ class Pinned:
             self._shares = False
 
     @property
-    def _ranks(self) -> int:
-        return max(_ranks, self._at_least)
+    def ranks(self) -> int:
+        """How many have a part of it."""
+        return max(_ranks, self._known)
 
     @property
     def share(self) -> int:
         """What this process may have, with all of its communicators."""
-        return self._budget // self._ranks
+        return self._budget // self.ranks
 
     @property
     def room(self) -> int:
@@ -116,13 +117,13 @@ class Pinned:
         if _held + nbytes <= self.share:
             return ""
         return (
-            f"{nbytes} bytes more of pinned memory are needed, and of {self.share} that each of {self._ranks} ranks of"
+            f"{nbytes} bytes more of pinned memory are needed, and of {self.share} that each of {self.ranks} ranks of"
             f" a host may have {_held} are in use: {self.wanted(_held + nbytes - self.share)}"
         )
 
     def wanted(self, more: int) -> str:
         """What must be allowed for so many bytes more on each rank, for people."""
-        return f"wanted HETCOLL_PINNED_BYTES={(self.share + more) * self._ranks} or more, got {self._budget}"
+        return f"wanted HETCOLL_PINNED_BYTES={(self.share + more) * self.ranks} or more, got {self._budget}"
 
     @contextlib.contextmanager
     def taken(self, nbytes: int) -> Iterator[None]:

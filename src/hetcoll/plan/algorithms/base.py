@@ -352,8 +352,9 @@ def register(
     """
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
-        how = (supports, compresses, stretches, ordered, turns, equal, None, star, swaps)
-        entry = Algorithm(name, collective, draw, *how)
+        entry = Algorithm(
+            name, collective, draw, supports, compresses, stretches, ordered, turns, equal, star=star, swaps=swaps
+        )
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         if cost is not None:
