@@ -86,41 +86,33 @@ def test_who_takes_names_like_those_that_it_sees_does_not_prevent_a_start(launch
     assert launch(2, join=False).run(join_beside_squatters, tmp_path / "seen") == [2.0] * 2
 
 
-def test_who_dies_while_it_hands_a_descriptor_over_is_lost() -> None:
-    """And no error of the connection is raised in place of that."""
-    name, came = new_name(), threading.Event()
+def lost_when(over: threading.Event) -> Callable[[Collection[int]], None]:
+    """A `check` by which rank 0 is lost from then on."""
 
     def check(peers: Collection[int]) -> None:
-        if came.is_set():
+        if over.is_set():
             raise PeerLostError("rank 0 was lost", 0)
 
+    return check
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_who_is_lost_while_it_hands_a_descriptor_over_is_named(accepts: bool) -> None:
+    """And no error of the connection is raised in place of that: it is closed, or stands, as the system makes it though
+    the process that listens does nothing any more."""
+    name, over = new_name(), threading.Event()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(1) as pool:
         listener.bind("\0" + name)
         listener.listen()
-        fetching = pool.submit(receive_fd, name, 1, SECRET, 20.0, 0, check)
-        for _ in range(2):  # it tries again until it is told
-            listener.accept()[0].close()
-        came.set()
+        fetching = pool.submit(receive_fd, name, 1, SECRET, 60.0, 0, lost_when(over))
+        if accepts:
+            for _ in range(2):  # it tries again until it is told
+                listener.accept()[0].close()
+        else:
+            wait_until(lambda: bool(select.select([listener], [], [], 0)[0]))  # it has connected
+        over.set()
         with pytest.raises(PeerLostError, match="rank 0 was lost"):
             fetching.result(10)
-
-
-def test_who_never_takes_up_a_connection_is_not_waited_for_once_it_is_lost() -> None:
-    """The system makes the connection, though the process that listens does nothing any more."""
-    name, came = new_name(), threading.Event()
-
-    def check(peers: Collection[int]) -> None:
-        if came.is_set():
-            raise PeerLostError("rank 0 was lost", 0)
-
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(1) as pool:
-        listener.bind("\0" + name)
-        listener.listen()
-        fetching = pool.submit(receive_fd, name, 1, SECRET, 60.0, 0, check)
-        wait_until(lambda: bool(select.select([listener], [], [], 0)[0]))  # it has connected
-        came.set()
-        with pytest.raises(PeerLostError, match="rank 0 was lost"):
-            fetching.result(30)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of sockets that are dropped
@@ -129,14 +121,9 @@ def test_ctrl_c_anywhere_while_a_descriptor_is_handed_over_leaves_none_open() ->
     memory, finished, count = os.memfd_create("test"), False, 0
     while not finished:
         name, over, count = new_name(), threading.Event(), count + 1
-
-        def check(peers: Collection[int], over: threading.Event = over) -> None:
-            if over.is_set():
-                raise PeerLostError("rank 0 was lost", 0)
-
         with ThreadPoolExecutor(1) as pool:
             before = len(os.listdir("/proc/self/fd"))
-            fetching = pool.submit(receive_fd, name, 1, SECRET, 60.0, 0, check)
+            fetching = pool.submit(receive_fd, name, 1, SECRET, 60.0, 0, lost_when(over))
             try:
                 interrupt_at(count, socket.__file__)
                 share_fd(name, memory, [1], SECRET, 60.0)
