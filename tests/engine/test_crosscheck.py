@@ -20,7 +20,8 @@ from thorough import parametrize
 import hetcoll
 from hetcoll import Work, calls
 from hetcoll.calls import Call
-from hetcoll.runtime.crosscheck import CrossCheck, view
+from hetcoll.calls.buffers import array_of
+from hetcoll.runtime.crosscheck import CrossCheck
 from hetcoll.runtime.tags import Mailbox
 from hetcoll.types import REDUCING, ROOTED, Collective
 
@@ -317,7 +318,7 @@ def spoil(whole: hetcoll.Communicator, async_op: bool) -> str:
         work = start(call, *rest)
         if comm.rank == 2 and not call.label and call.send is not None:
             work.wait()
-            view(call.recv).view(np.uint8)[0] ^= 1
+            array_of(call.recv).view(np.uint8)[0] ^= 1
         return work
 
     comm._core.__dict__["start"] = flip
@@ -369,7 +370,7 @@ def spoil_result(whole: hetcoll.Communicator, name: str, async_op: bool) -> str:
         work = start(call, *rest)
         if comm.rank == 2 and not call.label:
             work.wait()
-            view(call.recv)[-1] += 1
+            array_of(call.recv)[-1] += 1
         return work
 
     comm._core.__dict__["start"] = change

@@ -13,7 +13,7 @@ import pytest
 from ranks import Ranks, wait_until
 
 import hetcoll
-from hetcoll.runtime.crosscheck import view
+from hetcoll.calls.buffers import array_of
 from hetcoll.types import Collective, DType
 
 SIZE = 3
@@ -36,12 +36,12 @@ class Sampled:
     def _change(self, call: Any, *rest: Any) -> Any:
         odd = self.spoils if self.comm.rank == 1 and not call.label else ""
         if odd == "input":
-            view(call.send)[-1] += 1
+            array_of(call.send)[-1] += 1
         work = self._start(call, *rest)
         self.checked += bool(call.label)
         if odd == "result" and call.recv is not None:
             work.wait()
-            view(call.snapshot or call.recv)[-1] += 1
+            array_of(call.snapshot or call.recv)[-1] += 1
         return work
 
     def due(self) -> None:

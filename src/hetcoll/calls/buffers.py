@@ -133,6 +133,21 @@ def element_type(dtype: Any) -> np.dtype[Any]:
     return found
 
 
+def bytes_at(address: int, nbytes: int, owner: object = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Memory of this process, without a copy, as an array that keeps `owner`. Not by numpy.ctypeslib, which is loaded
+    at its first use: a rank without descriptors cannot."""
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def array_of(buffer: Buffer) -> np.ndarray[Any, Any]:
+    """A buffer of the host as NumPy has it."""
+    return bytes_at(buffer.ptr, buffer.nbytes, buffer.owner).view(element_type(buffer.dtype))
+
+
 def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
     """`obj` as a buffer. `name` is the parameter's name, for errors.
 

@@ -6,14 +6,13 @@ behind that, where `offsets` find it like what came: in bytes from the beginning
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import DType
-from ..calls.buffers import Buffer
+from ..calls.buffers import Buffer, bytes_at
 from .routing import Column
 
 GROUP = 128  # elements of 8-bit floats with a scale in common; kGroup of eighths.h
@@ -57,11 +56,7 @@ class Wire(NamedTuple):
 def bytes_of(buffer: Buffer) -> Bytes:
     """Host memory, without a copy, which the array keeps alive: what is put is read for longer than a call that gives
     up."""
-    if buffer.nbytes == 0:
-        return np.empty(0, np.uint8)
-    memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
-    memory.owner = buffer.owner  # type: ignore[attr-defined]
-    return np.frombuffer(memoryview(memory), np.uint8)
+    return bytes_at(buffer.ptr, buffer.nbytes, buffer.owner)
 
 
 class HostRows:

@@ -7,7 +7,6 @@ may be among the others.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import Communicator
+from ..calls.buffers import bytes_at
 from ..gpu.array import DeviceArray
 from .exchange import Exchange
 from .put_rows import Sizes
@@ -50,7 +50,7 @@ class WindowBlocks:
         self._read = device.event()  # of what came
         self._end = weakref.finalize(self, _give_back, device, self._read, self._pinned)
         self._end.atexit = False  # the driver's own end takes it
-        pinned = np.frombuffer(memoryview((ctypes.c_uint8 * (words + 8 * size)).from_address(self._pinned)), np.uint8)
+        pinned = bytes_at(self._pinned, words + 8 * size)
         self._goes, self._came = pinned[:words].view(np.int32).reshape(shape)
         self._bytes = pinned[words:].view(np.int64)
         out = [memory.ptr + self._incoming + rank * self._block for rank in range(size)]

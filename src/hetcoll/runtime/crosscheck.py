@@ -13,7 +13,6 @@ call, since one rank may make it asynchronously and another one not. Where ranks
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import threading
@@ -29,7 +28,7 @@ import hetcoll._native as _native
 
 from .. import calls
 from ..calls import Call
-from ..calls.buffers import Buffer, element_type
+from ..calls.buffers import Buffer, array_of, element_type
 from ..errors import ArgumentError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..types import COMPLEX, CUT, FLOATS, FROM_ROOT, OCP_OF, REDUCING, TO_ROOT, Collective, Format
@@ -40,7 +39,6 @@ Start = Callable[[Call, bool, float], Work]
 _DIGEST = 8  # bytes of a hash
 _TEXT = 256  # bytes as JSON to say what is not finite
 _MADE, _HASH = 4, 32  # hashes of all-reduces that are told at a time, and the bytes of one
-_EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
 
 class Told:
@@ -149,7 +147,7 @@ class CrossCheck:
         if converts or not foldable(call):
             return [None] * len(parts)
         fold = Fold(call, self._size, len(parts))
-        return [fold.of(view(part)) for part in parts]
+        return [fold.of(array_of(part)) for part in parts]
 
     def _wrong(self, call: Call, result: Buffer, converts: bool, given: list[Any]) -> str:
         """What is wrong with what this rank has got, if anything, where the ranks gave what has these checksums."""
@@ -158,7 +156,7 @@ class CrossCheck:
         if call.collective in REDUCING:
             if converts or not foldable(call):
                 return ""
-            return Fold(call, self._size, len(shares(call, self._size)[0])).differs(given, view(result))
+            return Fold(call, self._size, len(shares(call, self._size)[0])).differs(given, array_of(result))
         sources = [call.root] if call.collective in FROM_ROOT else range(self._size)
         parts = _parts(result, shares(call, self._size)[1])
         wrong = [rank for rank, part in zip(sources, parts, strict=True) if hash_of(part, converts) != given[rank]]
@@ -210,21 +208,11 @@ def _common(call: Call, converts: bool) -> str:
     return (replace(call, dtype=OCP_OF.get(call.dtype, call.dtype)) if converts else call).describe()
 
 
-def view(buffer: Buffer) -> np.ndarray[Any, Any]:
-    """A host buffer as an array."""
-    raw = (
-        np.frombuffer(memoryview((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)), np.uint8)
-        if buffer.nbytes
-        else _EMPTY
-    )
-    return raw.view(element_type(buffer.dtype.label))
-
-
 def find_odd(buffer: Buffer) -> str:
     """How many elements are not finite, and the first of them; nothing where all are."""
     if buffer.dtype not in FLOATS | COMPLEX:
         return ""
-    values = view(buffer)
+    values = array_of(buffer)
     odd = np.flatnonzero(~np.isfinite(values))
     return f"{odd.size} of {values.size} elements, the first is {values[odd[0]]} at {odd[0]}" if odd.size else ""
 
@@ -232,7 +220,7 @@ def find_odd(buffer: Buffer) -> str:
 def hash_of(buffer: Buffer, converts: bool = False) -> str:
     """16 hexadecimal digits that are equal where the bytes are; with `converts`, where the values are that both kinds
     of 8-bit floats hold."""
-    values = _in_common(buffer) if converts else view(buffer)
+    values = _in_common(buffer) if converts else array_of(buffer)
     return hashlib.blake2b(values.view(np.uint8).data, digest_size=_DIGEST).hexdigest()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 
 from .. import calls
 from ..calls import check_int
-from ..calls.buffers import Buffer, element_type
+from ..calls.buffers import Buffer, array_of
 from ..errors import ArgumentError, BufferTypeError
 from ..types import DType, ReduceOp
 from .core import Core
@@ -141,7 +140,7 @@ def _scaling(array: Any, source: Buffer, out: Any, target: Buffer) -> Callable[[
         wide = _WIDE.get(source.dtype, np.float32)
 
         def scale(factor: float) -> None:
-            np.multiply(_view(source), wide(factor), out=_view(target), dtype=wide, casting="unsafe")
+            np.multiply(array_of(source), wide(factor), out=array_of(target), dtype=wide, casting="unsafe")
 
         return scale
     torch: Any = sys.modules.get("torch")
@@ -151,9 +150,3 @@ def _scaling(array: Any, source: Buffer, out: Any, target: Buffer) -> Callable[[
         return partial(np.multiply, array.reshape(-1), out=out.reshape(-1), casting="same_kind")
     kinds = " and ".join(dict.fromkeys((type(array).__name__, type(out).__name__)))
     raise BufferTypeError(f"weight: wanted arrays on a GPU that can be scaled, of PyTorch or CuPy, got {kinds}")
-
-
-def _view(buffer: Buffer) -> np.ndarray[Any, Any]:
-    """Host memory as NumPy has it."""
-    memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
-    return np.frombuffer(memoryview(memory), np.uint8).view(element_type(buffer.dtype))
