@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import DEADLINE
 from plan_executor import execute
 from thorough import parametrize
 
@@ -137,7 +138,8 @@ def test_islands_of_any_sizes_are_proved(sizes: tuple[int, ...], kinds: list[Col
 def test_1024_ranks_are_proved_in_a_gigabyte(sizes: tuple[int, ...], kind: Collective) -> None:
     """In a process of its own, whose peak it is: of a million parts of LOCAL steps, and several million cells."""
     args = ["--prove", "--op", kind.label, "--islands", *map(str, sizes)]
-    found = subprocess.run([sys.executable, BIND, *args], stdout=subprocess.PIPE, text=True, check=True).stdout
+    command = [sys.executable, BIND, *args]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE).stdout
     row = [cell.strip() for cell in found.splitlines()[-1].split("|")]
     assert row[1:3] == ["islands", "+".join(map(str, sizes))]
     assert int(row[-2]) < 1024
