@@ -60,6 +60,7 @@ log = logging.getLogger("hetcoll")
 _LAST_SECONDS = 1.0  # for all questions when a call is over time; ON_ITS_WAY and 0.1 to tell make 1.5 of the 2 promised
 _VERDICT_SECONDS = 1.5
 _REASON_SECONDS = 2.0
+_SILENT_SECONDS = 6.0  # more, where a rank does not answer: of the death of the store's own process a successor tells
 
 
 class Kind(IntEnum):
@@ -298,8 +299,15 @@ class Diagnosis:
 
     def _await_reason(self, peers: Collection[int]) -> None:
         """A closed connection has a reason, and the control channel will tell it: a death, a goodbye, an abort."""
+        if not self._hear_reason(peers, _REASON_SECONDS):
+            answers = self.questions.survey(self._reporter.since())
+            if any(answers.get(peer) is None for peer in peers):
+                self._hear_reason(peers, _SILENT_SECONDS)
+
+    def _hear_reason(self, peers: Collection[int], seconds: float) -> bool:
         with self._news:
-            self._news.wait_for(lambda: self._report is not None or self._left.intersection(peers), _REASON_SECONDS)
+            known = self._news.wait_for(lambda: self._report is not None or self._left.intersection(peers), seconds)
+            return bool(known)
 
     def _here(self) -> str:
         inside = self._reporter.inside(threading.get_ident())
