@@ -222,10 +222,10 @@ def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str,
         env["HETCOLL_TRANSPORT"] = "tcp"
     if "drop" in env.get("HETCOLL_FAULT", ""):
         env["HETCOLL_TIMEOUT"] = str(TIMEOUT)
-    if kind in CUT:
+    if kind in {*CUT, "stop"}:
         env["HETCOLL_INIT_TIMEOUT"] = "8"  # what is made in the midst of it
-        if kind != "partition" or rng.random() < 0.7:  # else TCP notices
-            env["HETCOLL_TIMEOUT"] = str(rng.choice((1, 2)) * TIMEOUT)
+    if kind in CUT and (kind != "partition" or rng.random() < 0.7):  # else TCP notices
+        env["HETCOLL_TIMEOUT"] = str(rng.choice((1, 2)) * TIMEOUT)
     return hosts, env
 
 

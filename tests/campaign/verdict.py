@@ -21,6 +21,7 @@ ALLOWED = {
     "interrupt": (ABORTED,),
     "mismatch": ("CollectiveMismatchError",),
     **dict.fromkeys(WAITING, (LATE,)),
+    "stop": (LATE, "InitError"),  # the latter of a communicator that is made meanwhile
     "spoil": ("CommunicationError", LOST, LATE, "CollectiveMismatchError"),
     **dict.fromkeys(("files", "memory", "sizes"), ("CommunicationError", LOST, "InitError")),  # the last one in `split`
     "joining": ("InitError", LOST),
@@ -77,6 +78,9 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
         return ""
     if kind == "memory" and phase.error == "ArgumentError" and _TOO_LITTLE in phase.text:
         return ""
+    puts = rank not in victims and program.steps[phase.step].what in ("put", "near", "pieces")
+    if kind == "interrupt" and puts and phase.error == "ClosedError":
+        return ""  # who is interrupted closes its window on its way out, and then tells
     if phase.error not in ALLOWED[kind] and not (unproved and phase.error == "InitError"):
         return f"{what}, wanted one of {ALLOWED[kind]}"
     here = victims if rank in victims else set(range(program.size)) - set(victims)
