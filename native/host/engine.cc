@@ -196,8 +196,21 @@ void Engine::Halt(FaultKind kind, int peer, const std::string& text) {
   DropTasks();
 }
 
+// To those that serve this rank's one-sided messages.
+void Engine::SayGoodbye() {
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  if (windows_ == nullptr) return;
+  for (const std::int64_t until = DeadlineNs(kDrainSeconds); !windows_->Leave(links_) && NowNs() < until;) {
+    sched_yield();
+  }
+  RingDoorbells();
+}
+
 void Engine::Close() {
   const bool sound = !failed();
+  if (sound) SayGoodbye();
   const std::string why = "the communicator was closed";
   Fail(FaultKind::kAborted, options_.rank, why);
   {

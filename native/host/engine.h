@@ -269,6 +269,7 @@ class Engine {
   bool PassTask(Task& task);  // false also when it failed the engine
   void NoteStill(std::int64_t now);
   void RingDoorbells();
+  void SayGoodbye();
   void Ring(const ShmDoorbell& bell) const;  // if it sleeps
   void RingLenders();
   void Fail(FaultKind kind, int peer, const std::string& text);

@@ -143,17 +143,9 @@ bool Windows::Sink(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t t
 // Requests of others.
 
 bool Windows::Serve(Links& links, int peer) {
-  Inbound& in = peers_[static_cast<std::size_t>(peer)].in[kRequests];
+  const Inbound& in = peers_[static_cast<std::size_t>(peer)].in[kRequests];
   bool moved = false;
-  if (in.ended) return false;
-  try {
-    for (int turn = 0; turn < kTurn && ServeStep(links, peer, moved); ++turn) {
-    }
-  } catch (const Fault& fault) {
-    // Whoever closes its end asks nothing more; that it has died others will tell, and so will the FIFO of answers.
-    const bool between = in.phase == Phase::kHead && in.at == 0 && !links.rx(peer, kRequests).end->Amid();
-    if (fault.kind != FaultKind::kPeerGone || !between) throw;
-    in.ended = true;
+  for (int turn = 0; turn < kTurn && !in.ended && ServeStep(links, peer, moved); ++turn) {
   }
   return moved;
 }
@@ -172,6 +164,7 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
         in.reading = -1;
         return true;
       }
+      if (in.head.ask == Ask::kLeave) return in.ended = true;
       if (in.head.pieces > kMostPieces) throw Fault(FaultKind::kCorrupt, peer, "a request has too many pieces");
       if (in.head.ask == Ask::kPull && device_ == nullptr) {
         throw Fault(FaultKind::kCorrupt, peer, "it asks a device to read, and this rank has no device");

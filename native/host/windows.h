@@ -142,6 +142,9 @@ class Windows {
   // What poll() said of these. Where it heard something the next pass looks also for answers that nobody waits for: a
   // connection that broke is noticed, and one that was made again proved, by who reads.
   void Heard(std::span<const pollfd> fds);
+  // This rank asks nothing more, and says so: to who serves it, the end of a stream is the loss of a rank without that.
+  // What it has not begun to ask it does not ask. True once all have been told; called until then.
+  bool Leave(Links& links);
   // That rank has closed its engine: it reads nothing any more.
   void Left(Links& links, int peer);
   // The engine has failed: ends all that waits.
@@ -153,8 +156,17 @@ class Windows {
   // kPull: a put whose owner reads it from the window of the asker's that `offset` names; a table of runs follows.
   // kRead: a get that the asker reads when it is allowed to; kDone, which nobody answers, is the next of its requests,
   // when it has. kPlace: a put whose pieces come when the owner has said where they may be written (Allowed). kFetch: a
-  // get that says so itself (a Placement, behind a table of runs).
-  enum class Ask : std::uint32_t { kPut = 0, kGet = 1, kPull = 2, kRead = 3, kDone = 4, kPlace = 5, kFetch = 6 };
+  // get that says so itself (a Placement, behind a table of runs). kLeave, the last one, is not answered either.
+  enum class Ask : std::uint32_t {
+    kPut = 0,
+    kGet = 1,
+    kPull = 2,
+    kRead = 3,
+    kDone = 4,
+    kPlace = 5,
+    kFetch = 6,
+    kLeave = 7
+  };
   struct Head {  // of a request
     std::uint32_t id = 0;
     Ask ask = Ask::kPut;
@@ -277,6 +289,7 @@ class Windows {
     std::int64_t lent = -1;                          // a window that is read where it lies to answer a get
     std::deque<std::shared_ptr<Transfer>> awaiting;  // an answer each
     bool quiet = false;                              // the last look found nothing, and poll() tells when there is more
+    bool leaving = false;                            // it is yet to be told that this rank leaves
   };
 
   Message MessageOf(std::uint64_t number, std::size_t total, bool lends, bool answered = false) const {
@@ -302,6 +315,7 @@ class Windows {
   bool IsAllowed(Links& links, int peer, bool& moved);
   void Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id, const Placement& into = {});
   void Queue(int peer, int channel, Item item);
+  void QueueLeave(int peer);
   bool Send(Links& links, int peer, int channel);
   // More of the message that is due at `dst`, to memory that `room` gives for at most so many bytes of it; `took` is
   // told how many came. What a NIC wrote to `dst` needs neither. Whether that was all of it.
@@ -367,6 +381,7 @@ class Windows {
   std::vector<pollfd> polled_;  // of quiet peers, which are:
   std::vector<int> polled_peers_;
   bool heard_ = false;  // something came
+  bool leaving_ = false;
   WindowCounts counts_;
   std::unique_ptr<Device> device_;
 };

@@ -96,6 +96,41 @@ void Windows::Queue(int peer, int channel, Item item) {
   ++unsent_;
 }
 
+void Windows::QueueLeave(int peer) {
+  Outbound& out = peers_[static_cast<std::size_t>(peer)].out[kRequests];
+  const bool begun = out.at > 0 || (!out.items.empty() && out.items.front().next > 0);
+  if (begun || out.held) return;  // the peer waits for more of it
+  unsent_ -= out.items.size();
+  out.items.clear();
+  const Head head{.ask = Ask::kLeave};
+  Item item;
+  item.own.resize(sizeof head);
+  std::memcpy(item.own.data(), &head, sizeof head);
+  item.parts.push_back({item.own.data(), sizeof head, false});
+  Queue(peer, kRequests, std::move(item));
+  peers_[static_cast<std::size_t>(peer)].leaving = true;
+}
+
+bool Windows::Leave(Links& links) {
+  const bool first = !std::exchange(leaving_, true);
+  bool told = true;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peer == rank_ || links.tx(peer, kRequests).end == nullptr) continue;
+    Peer& p = peers_[static_cast<std::size_t>(peer)];
+    if (first) QueueLeave(peer);
+    try {
+      if (p.leaving) Serve(links, peer);  // it may leave, too, and reads nothing then
+      p.leaving = p.leaving && !p.in[kRequests].ended;
+      if (p.leaving) Send(links, peer, kRequests);
+      p.leaving = p.leaving && !p.out[kRequests].items.empty();
+    } catch (const Fault&) {
+      p.leaving = false;  // it is gone
+    }
+    told = told && !p.leaving;
+  }
+  return told;
+}
+
 // What is got is lent to NICs alone: its window may be closed while it is under way.
 void Windows::Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id, const Placement& into) {
   Item item;

@@ -240,7 +240,6 @@ class FaultyRecv final : public RecvEnd {
     if (Held()) fds.push_back(link_->ready->Poll());
     if (link_->ends.recv != nullptr) link_->ends.recv->AddPoll(fds);
   }
-  bool Amid() const override { return link_->ends.recv != nullptr && link_->ends.recv->Amid(); }
   bool FinalWithoutPeer() const override {
     return !Held() && link_->ends.recv != nullptr && link_->ends.recv->FinalWithoutPeer();
   }

@@ -186,7 +186,6 @@ class TcpRecv final : public RecvEnd {
 
   void AddPoll(std::vector<pollfd>& fds) const override { fds.push_back({sockets_->fd(course_.stripe), POLLIN, 0}); }
   bool Polled() const override { return !sockets_->down(course_.stripe); }
-  bool Amid() const override { return course_.begun && (course_.header_left < course_.size || came_ > 0); }
   bool FinalWithoutPeer() const override { return false; }  // the end of the stream comes behind the data
 
  private:

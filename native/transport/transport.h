@@ -180,8 +180,6 @@ class RecvEnd {
   virtual bool Silent() const { return false; }
   // Whether, once a look has found nothing, poll() alone tells of all that comes.
   virtual bool Polled() const { return false; }
-  // Whether something has come that is given out once more has: a stream that ends here is cut, and not just over.
-  virtual bool Amid() const { return false; }
 
   // Threads that help with what it brings.
   virtual Team* team() const { return nullptr; }

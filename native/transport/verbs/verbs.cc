@@ -113,10 +113,6 @@ class VerbsRecv final : public RecvEnd {
     if (RecvEnd* tcp = link_->tcp_recv()) tcp->AddPoll(fds);
   }
 
-  bool Amid() const override {
-    const RecvEnd* tcp = link_->tcp_recv();
-    return tcp != nullptr && tcp->Amid();
-  }
   bool FinalWithoutPeer() const override { return false; }  // the control socket ends behind the data
 
  private:
