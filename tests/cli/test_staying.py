@@ -12,7 +12,7 @@ from installed import import_torch
 from thorough import HOUSE, parametrize
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS))
 
 import gpus  # noqa: E402
 import staying  # noqa: E402

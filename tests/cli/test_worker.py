@@ -11,7 +11,7 @@ import pytest
 from thorough import HOUSE, parametrize
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS))
 
 import worker  # noqa: E402
 
