@@ -10,7 +10,7 @@
 //
 // A plan is compiled once for its counts into a list of actions: which stream does what, and which events order them
 // where they touch the same memory. The order of the steps is a linear extension of the order in which all ranks'
-// steps depend on each other (algorithms/pipelined.py), so that the list makes progress even on a device that runs all
+// steps depend on each other (plan/order.py), so that the list makes progress even on a device that runs all
 // streams of the process one action after another.
 #pragma once
 

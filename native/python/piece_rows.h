@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "host/windows.h"
+#include "host/transfer.h"
 #include "python/known_types.h"
 #include "python/numpy_array.h"
 

@@ -34,7 +34,7 @@ namespace nb = nanobind;
 
 inline constexpr std::size_t kHoldGilBytes = 16
                                              << 10;  // longer messages release the interpreter's lock before they start
-// The two halves of Collective.P2P, as src/hetcoll/runtime/selection.py calls them.
+// The two halves of Collective.P2P, as src/hetcoll/calls calls them.
 inline constexpr int kCallSend = 13;
 inline constexpr int kCallSendRecv = 15;
 inline constexpr std::int64_t kSignalSliceNs = 50'000'000;
@@ -46,7 +46,7 @@ struct Ticket {
   std::shared_ptr<Pending> task;
 };
 
-// Where the two buffers of a collective, of `s_bytes` and `r_bytes`, may coincide: the same rule as communicator.py's.
+// Where the two buffers of a collective, of `s_bytes` and `r_bytes`, may coincide: the rule of src/hetcoll/calls.
 inline bool AliasingAllowed(int collective, const std::byte* s, std::size_t s_bytes, const std::byte* r,
                             std::size_t r_bytes, int rank) {
   if (s + s_bytes <= r || r + r_bytes <= s) return true;

@@ -132,7 +132,7 @@ class ThreadDriver final : public Driver {
 
 using Orders = std::vector<std::vector<std::uint32_t>>;
 
-// For each rank the order of one possible run in which messages need free slots: what algorithms/pipelined.py computes.
+// For each rank the order of one possible run in which messages need free slots: what plan/order.py computes.
 inline Orders SomeOrders(const std::vector<BoundPlan>& plans, unsigned slots, std::minstd_rand& random) {
   const std::size_t n = plans.size();
   Orders orders(n);

@@ -74,6 +74,17 @@ void CheckSkipped() {
   }
 }
 
+// The plan with its first step changed.
+template <class Change>
+Encoded Broken(Encoded plan, Change change) {
+  StepRecord step;
+  std::byte* at = plan.data() + sizeof(PlanHeader);
+  std::memcpy(&step, at, sizeof step);
+  change(step);
+  std::memcpy(at, &step, sizeof step);
+  return plan;
+}
+
 // Reduces as usual, and counts how sums were stored.
 const Kernels& Usual() { return *FindKernels(DType::kFloat32, ReduceOp::kSum); }
 std::atomic<int> around{0}, through{0};
@@ -99,15 +110,7 @@ void CheckPlans() {
   CHECK(Refused(good, 2), "a peer beyond the last rank");
   CHECK(Refused(Encoded(good.begin(), good.begin() + 20), 3), "shorter than its header");
   CHECK(Refused(Encoded(good.begin(), good.end() - 1), 3), "cut short");
-  const auto broken = [&](auto change) {
-    Encoded plan = good;
-    StepRecord step;
-    std::byte* at = plan.data() + sizeof(PlanHeader);
-    std::memcpy(&step, at, sizeof step);
-    change(step);
-    std::memcpy(at, &step, sizeof step);
-    return plan;
-  };
+  const auto broken = [&](auto change) { return Broken(good, change); };
   CHECK(Refused(broken([](StepRecord& s) { s.op = 8; }), 3), "an unknown operation");
   CHECK(Refused(broken([](StepRecord& s) { s.lane = 40; }), 3), "a lane too many");
   CHECK(Refused(broken([](StepRecord& s) { s.channel = kLinkChannels; }), 3), "a channel too many");
@@ -182,15 +185,7 @@ void CheckLocals() {
   CHECK(scatter.kind == Collective::kReduceScatter && scatter.root == -1 && scatter.parts.size() == 2, "its parts");
   CHECK(scatter.parts[0].len == 8 && scatter.parts[1].off == 8 && scatter.parts[1].len == 12, "cut like the buffer");
   CHECK(bound.locals[2].kind == Collective::kGather && bound.locals[2].root == 1, "its root");
-  const auto broken = [&](auto change) {
-    Encoded plan = good;
-    StepRecord step;
-    std::byte* at = plan.data() + sizeof(PlanHeader);
-    std::memcpy(&step, at, sizeof step);
-    change(step);
-    std::memcpy(at, &step, sizeof step);
-    return plan;
-  };
+  const auto broken = [&](auto change) { return Broken(good, change); };
   CHECK(Refused(broken([](StepRecord& s) { s.channel = 8; }), 2), "not a collective of islands");
   CHECK(Refused(broken([](StepRecord& s) { s.part_count = 5; }), 2), "parts behind the end");
   CHECK(Refused(broken([](StepRecord& s) { s.part_begin = 0xffffffff; }), 2), "parts far behind the end");

@@ -10,14 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import fakes
-import numpy as np
 import pytest
 from installed import import_torch
 from patience import DEADLINE
-from thorough import HOUSE, parametrize
+from thorough import HOUSE
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -29,10 +27,7 @@ import libraries  # noqa: E402
 import peers  # noqa: E402
 import results  # noqa: E402
 import shapes  # noqa: E402
-import staying  # noqa: E402
 import training  # noqa: E402
-import worker  # noqa: E402
-from places import Place  # noqa: E402
 
 pytestmark = HOUSE
 
@@ -286,70 +281,6 @@ def test_the_total_of_a_callgrind_file() -> None:
         instructions.total("")
 
 
-class Alone:
-    """A library with one rank, for the worker's loop. `spoil` breaks one element of every result."""
-
-    rank, size, version = 0, 1, "0"
-
-    def __init__(self, spoil: bool = False) -> None:
-        self.spoil = spoil
-
-    def barrier(self) -> None:
-        pass
-
-    def bind(self, op: str, send: np.ndarray, recv: np.ndarray) -> worker.Call:
-        def call() -> None:
-            if op != "broadcast":
-                recv[:] = send
-            recv[recv.size // 2] += self.spoil
-
-        return call
-
-
-@pytest.mark.parametrize("op", worker.OPS)
-@parametrize("nbytes", [8, 4096, 1 << 20], first=1)
-def test_the_worker_verifies_what_it_times(op: str, nbytes: int) -> None:
-    row = worker.measure(Alone(), worker.Case(Alone(), op, nbytes, False), 2000.0)
-    assert (row["op"], row["nbytes"], row["wrong"]) == (op, nbytes, 0)
-    assert row["samples"] >= worker.FEWEST_SAMPLES
-    assert 0 < row["best_us"] <= row["median_us"]
-    assert worker.measure(Alone(True), worker.Case(Alone(True), op, nbytes, False), 2000.0)["wrong"] == 2
-
-
-def test_the_worker_reduces_in_one_buffer() -> None:
-    bound: list[bool] = []
-
-    class Same(Alone):
-        def bind(self, op: str, send: np.ndarray, recv: np.ndarray) -> worker.Call:
-            bound.append(send is recv)
-            return super().bind(op, send, recv)
-
-    for inplace in (False, True):
-        bound.clear()
-        row = worker.measure(Same(), worker.Case(Same(), "allreduce", 4096, inplace), 2000.0)
-        assert (row["wrong"], bound[0]) == (0, inplace)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("op", [*worker.OPS, *worker.MORE])
-def test_the_worker_knows_what_every_rank_must_get(op: str, size: int) -> None:
-    nothing = {"bind": lambda *_: None}
-    ranks = [worker.Case(SimpleNamespace(rank=r, size=size, **nothing), op, 12 * 1000, False) for r in range(size)]
-    for case in ranks:
-        case.fill(3)
-    total = sum(case.send for case in ranks)
-    for case in ranks:
-        mine = slice(case.rank * case.part, (case.rank + 1) * case.part)
-        if op in ("allreduce", "reduce_scatter", "reduce"):
-            right = total[mine] if op == "reduce_scatter" else total
-        elif op in ("allgather", "alltoall"):
-            right = np.concatenate([other.send if op == "allgather" else other.send[mine] for other in ranks])
-        else:
-            right = ranks[0].recv if op == "broadcast" else ranks[case.rank - 1].send
-        case.recv[:] = right
-    assert [case.wrong(3) for case in ranks] == [0] * size
-
-
 def test_table_of_training() -> None:
     t = training
     found = {
@@ -375,92 +306,6 @@ def test_table_of_training() -> None:
     told = t.balance_text(balanced | {f"loss {phase}": 2.0 for phase in t.PHASES}, 4)
     assert "50 % of the tokens/s of equal GPUs with equal parts, 80 % with" in told
     assert "the GPUs leave 88 %, so balance reaches 0.914 of its share" in told
-
-
-# Ranks that stay.
-
-ANSWERS = """
-import json, os, sys
-for line in sys.stdin:
-    told = json.loads(line)
-    if told["do"] == "end" and os.environ["RANK"] == "1":
-        sys.exit("rank 1 has had enough")
-    if told["do"] != "sleep":
-        print(json.dumps({"rank": os.environ["RANK"], "did": told["do"]}), flush=True)
-"""
-
-
-def stay(tmp_path: Path, seconds: float) -> staying.StayingRanks:
-    commands = [([sys.executable, "-c", ANSWERS], {"RANK": str(rank)}) for rank in range(2)]
-    return staying.StayingRanks("some library", commands, tmp_path / "log", seconds)
-
-
-def test_ranks_stay_and_answer(tmp_path: Path) -> None:
-    ranks = stay(tmp_path, 60)
-    for do in ("this", "that"):
-        assert ranks.ask({"do": do}) == [{"rank": "0", "did": do}, {"rank": "1", "did": do}]
-    ranks.close()
-    assert [process.returncode for process in ranks.ranks] == [0, 0]
-
-
-def test_a_rank_that_ends_is_told_of_with_its_words(tmp_path: Path) -> None:
-    ranks = stay(tmp_path, 60)
-    with pytest.raises(RuntimeError, match=r"some library: a rank ended at {'do': 'end'}: rank 1 has had enough"):
-        ranks.ask({"do": "end"})
-    ranks.close()
-    assert all(process.returncode is not None for process in ranks.ranks)
-
-
-def test_ranks_that_do_not_answer_are_ended(tmp_path: Path) -> None:
-    ranks = stay(tmp_path, 1)
-    with pytest.raises(RuntimeError, match=r"some library: a rank ended at {'do': 'sleep'}"):
-        ranks.ask({"do": "sleep"})
-    ranks.close()
-    assert all(process.returncode is not None for process in ranks.ranks)
-
-
-@pytest.mark.fakes
-@parametrize("library", ["hetcoll", "windows", "nccl", "copies"], first=2)
-def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
-    """What they measure is right, or at least there; times of fakes mean nothing."""
-    env = fakes.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    env |= {"nccl": {}, "windows": gpus.BY_ENGINES}.get(library, {"HETCOLL_ISLANDS": "0|1"})
-    setting = gpus.Setting("two islands", gpus.on(2, 2), {}, (), ())
-    peer = gpus.Peer(gpus.COPIES if library == "copies" else library, library, env)
-    job = gpus.Job.of(peer, setting, tmp_path / "log")
-    points = [("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)]
-    if library == "windows":
-        points = [("allgather", 1 << 20), ("alltoall", 4096)]
-    elif library != "copies":
-        points += [("alltoall", 4096), ("sendrecv", 4096), ("oneway", 64), ("pingpong", 64)]
-    try:
-        for op, nbytes in points:
-            found = job.perf(op, nbytes, "out", "-c", "0" if library == "copies" else "1", "--iters", "3")
-            assert not found.wrong
-            assert found.time_us > 0
-        if library == "windows":
-            assert not job.perf("allgather", 1 << 20, "in", "-c", "1", "--iters", "3").wrong
-        if library == "hetcoll":
-            assert job.measure("nothing", 0, "out", True)["sync"] > 0
-    finally:
-        job.close()
-
-
-@pytest.mark.thorough
-def test_ranks_of_the_benchmark_without_gpus(tmp_path: Path) -> None:
-    """What PyTorch's Gloo makes is right, in place as everywhere; a wrong element is told of."""
-    import_torch()
-    env = {"PYTHONPATH": os.pathsep.join(sys.path)}  # where PyTorch may be
-    setting = gpus.Setting("no GPUs", (Place(), Place()), {}, (gpus.Peer("Gloo", "gloo"),), ())
-    assert (setting.place("allreduce"), setting.place("allgather")) == ("in", "out")
-    job = gpus.Job.of(gpus.Peer("Gloo", "gloo", env), setting, tmp_path / "log")
-    try:
-        found = job.measure("allreduce", 4096, "in", verified=True)
-        assert found["wrong"] == 0
-        assert min(found[name] for name in ("us", "sync", "cost")) > 0
-        assert job.perf("allreduce", 4096, "out", "--iters", "3").wrong  # it reduces in place alone
-    finally:
-        job.close()
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ import pytest
 from cases import variant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_order import in_rank_order, same, terms
+from ordered_sums import in_rank_order, same, terms
 from ranks import Ranks
 from thorough import parametrize
 

@@ -12,8 +12,10 @@ import pytest
 from device_checks import Capture
 from expert_calls import (
     HIDDEN,
+    LINKS,
     MOST,
     PER_RANK,
+    SECONDS,
     TOPK,
     Case,
     check,
@@ -45,12 +47,6 @@ from hetcoll.gpu.mapped import MappedMemory
 from hetcoll.gpu.pinned import Pinned, PinnedMemory
 
 Start = Callable[..., Ranks]
-SECONDS = 90.0  # kernels are compiled
-LINKS: dict[str, dict[str, Any]] = {
-    "shm": {},
-    "late": {"jitter": "1:1000"},
-    "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b"), "jitter": "2:300"},
-}
 
 
 def cases(size: int) -> st.SearchStrategy[Case]:

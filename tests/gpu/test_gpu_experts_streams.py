@@ -13,8 +13,10 @@ import pytest
 from device_checks import Capture
 from expert_calls import (
     HIDDEN,
+    LINKS,
     MOST,
     PER_RANK,
+    SECONDS,
     TOPK,
     Case,
     plain,
@@ -36,12 +38,6 @@ from hetcoll import (
 from hetcoll.gpu.array import DeviceArray
 
 Start = Callable[..., Ranks]
-SECONDS = 90.0  # kernels are compiled
-LINKS: dict[str, dict[str, Any]] = {
-    "shm": {},
-    "late": {"jitter": "1:1000"},
-    "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b"), "jitter": "2:300"},
-}
 
 
 def other_calls(comm: hetcoll.Communicator, same: bool) -> None:

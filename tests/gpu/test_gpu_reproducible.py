@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_kinds import Own, start
-from rank_order import in_rank_order, same, terms
+from ordered_sums import in_rank_order, same, terms
 from thorough import parametrize
 
 import hetcoll

@@ -86,29 +86,30 @@ def tune(*words: str, before: Sequence[str] = (), **env: str) -> subprocess.Comp
 
 RUN = ("run", "-n", "2", "-m", "hetcoll")
 APART = {"HETCOLL_DEVICE": "hip", "HETCOLL_ISLANDS": "0|1"}
+BEYOND_KERNELS = (5 << 20,)  # where 8 bytes are one kernel of GPUs
 
 
 @pytest.mark.fakes
 @pytest.mark.timeout(300)
 @parametrize(
-    ("vendors", "before", "words", "env", "islands"),
+    ("vendors", "before", "words", "sizes", "env", "islands"),
     [
-        ("both", (), ("--device", "cuda,hip"), {}, ["cuda 1 on host 0", "hip 1 on host 0"]),
-        ("cuda", (), ("--device", "cuda,cpu"), {}, ["cuda 1 on host 0", "cpu 1 on host 0"]),
-        ("hip", RUN, (), APART, ["hip 1 on host 0", "hip 1 on host 0"]),
+        ("cuda", (), ("--device", "cuda,cpu"), (8, 64 << 10), {}, ["cuda 1 on host 0", "cpu 1 on host 0"]),
+        ("both", (), ("--device", "cuda,hip"), BEYOND_KERNELS, {}, ["cuda 1 on host 0", "hip 1 on host 0"]),
+        ("hip", RUN, (), BEYOND_KERNELS, APART, ["hip 1 on host 0", "hip 1 on host 0"]),
     ],
     first=1,
 )
 def test_the_command(
-    vendors: str, before: tuple[str, ...], words: tuple[str, ...], env: dict[str, str], islands: list[str],
-    tmp_path: Path,
+    vendors: str, before: tuple[str, ...], words: tuple[str, ...], sizes: tuple[int, ...], env: dict[str, str],
+    islands: list[str], tmp_path: Path,
 ) -> None:  # fmt: skip
     """On a machine that is busy all the same it says so, and keeps nothing. What was there of host memory stays."""
     file = tmp_path / "numbers.toml"
     host = tuned.Measured(Collective.ALLREDUCE, tuned.Placed((2,), 2, "shm"), (8,), {"ring": (1e-6,)})
     file.write_text(tuned.write(tuned.Tuned((host,)), ()))
     gpus = fakes.environment(vendors, devices=2, timeout=60) | {"HETCOLL_CACHE": str(tmp_path / "cache")}
-    done = tune(*words, "--sizes", "8", "5M", "-o", str(file), before=before, **gpus, **env)
+    done = tune(*words, "--sizes", "8", str(sizes[-1]), "-o", str(file), before=before, **gpus, **env)
     found = tuned.read(file.read_text(), "file").times
     if done.returncode != 0:
         assert "wanted a machine that does nothing else. Nothing was kept" in done.stderr
@@ -120,21 +121,22 @@ def test_the_command(
     for one in measured:
         assert [*map(str, one.placed.islands)] == islands
         assert one.placed.transport == "mapped"
-        assert one.nbytes == ((8, 5 << 20) if "cpu" in islands[-1] else (5 << 20,)), "8 bytes are one kernel of GPUs"
+        assert one.nbytes == sizes
         assert len(one.seconds) > 1
 
 
 @pytest.mark.fakes
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("vendors", "words", "told"),
     [
-        (("-g", "1"), "-n: wanted 2 ranks or more, got 1"),
-        (("--device", "cuda,cuda", "--sizes", "4M"), "wanted GPUs of several islands"),
+        ("cuda", ("-g", "1"), "-n: wanted 2 ranks or more, got 1"),
+        ("cuda", ("--device", "cuda,cuda", "--sizes", "4M"), "wanted GPUs of several islands"),
+        ("both", ("--device", "cuda,hip", "--sizes", "8"), "and sizes beyond those of one kernel"),
     ],
 )
-def test_where_nothing_is_chosen_it_says_so(words: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    env = fakes.environment("cuda", devices=2, timeout=60) | {"HETCOLL_CACHE": str(tmp_path / "cache")}
+def test_where_nothing_is_chosen_it_says_so(vendors: str, words: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    env = fakes.environment(vendors, devices=2, timeout=60) | {"HETCOLL_CACHE": str(tmp_path / "cache")}
     done = tune(*words, "-o", str(tmp_path / "file"), **env)
     assert done.returncode == 1
     assert told in done.stderr

@@ -109,17 +109,20 @@ def any_islands(draw: st.DrawFn) -> Hosts:
     return tuple(map(tuple, islands.values()))
 
 
+@st.composite
+def any_plans(draw: st.DrawFn) -> tuple[Algorithm, bool, list[Plan]]:
+    """Of an algorithm, whether an average is what it computes, for such islands; whole or in pieces."""
+    a, islands = draw(st.sampled_from(list(ISLANDS.values()))), draw(any_islands())
+    root = draw(st.integers(0, sum(map(len, islands)) - 1)) if a.collective in ROOTED else 0
+    scale = draw(st.booleans()) and a.collective in REDUCING
+    plans = build(a, islands, root=root, scale=scale)
+    return a, scale, pipelined(plans, ramp(draw(st.integers(1, 5)), 2)) if draw(st.booleans()) else plans
+
+
 @given(st.data())
 @settings(max_examples=150)
 def test_any_islands_are_proved(data: st.DataObject) -> None:
-    a = data.draw(st.sampled_from(list(ISLANDS.values())))
-    islands = data.draw(any_islands())
-    n = sum(map(len, islands))
-    root = data.draw(st.integers(0, n - 1)) if a.collective in ROOTED else 0
-    scale = data.draw(st.booleans()) and a.collective in REDUCING
-    plans = build(a, islands, root=root, scale=scale)
-    if data.draw(st.booleans()):
-        plans = pipelined(plans, ramp(data.draw(st.integers(1, 5)), 2))
+    _, scale, plans = data.draw(any_plans())
     check(plans, inplace=data.draw(st.booleans()), scale=scale)
     credits = data.draw(st.integers(1, 3))
     serialisable(plans, Waits(plans, credits).orders(), credits)
@@ -128,14 +131,8 @@ def test_any_islands_are_proved(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=250)
 def test_they_give_numpys_result_in_any_order(data: st.DataObject) -> None:
-    a = data.draw(st.sampled_from(list(ISLANDS.values())))
-    islands = data.draw(any_islands())
-    n = sum(map(len, islands))
-    root = data.draw(st.integers(0, n - 1)) if a.collective in ROOTED else 0
-    scale = data.draw(st.booleans()) and a.collective in REDUCING
-    plans = build(a, islands, root=root, scale=scale)
-    if data.draw(st.booleans()):
-        plans = pipelined(plans, ramp(data.draw(st.integers(1, 5)), 2))
+    a, _, plans = data.draw(any_plans())
+    n = len(plans)
     counts = [data.draw(st.integers(0, 40))] * n
     if a.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):  # the v forms
         counts = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))

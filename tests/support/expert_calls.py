@@ -15,6 +15,12 @@ from hetcoll.vendors.devices.base import Device
 Array = np.ndarray[Any, np.dtype[Any]]
 MOST, HIDDEN, TOPK = 9, 128, 3  # of the experts that tests share
 PER_RANK = 2
+SECONDS = 90.0  # kernels are compiled
+LINKS: dict[str, dict[str, Any]] = {
+    "shm": {},
+    "late": {"jitter": "1:1000"},
+    "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b"), "jitter": "2:300"},
+}
 
 
 class Case(NamedTuple):

@@ -15,7 +15,7 @@ Rules that make a set of plans (one a rank) a Kahn network, whose result does no
 
 Where a step and one it depends on touch the very same span, the engine lets the second follow the first at the pace of
 elements instead of whole steps: that is what pipelines a ring or a tree, and why a plan needs no pieces of its own.
-`simulator.py` proves plans; ``native/plan/plan.cc`` reads `Plan.encode`.
+`simulator` proves plans; ``native/plan/plan.cc`` reads `Plan.encode`.
 
 Examples
 --------

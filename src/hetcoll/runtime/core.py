@@ -200,15 +200,12 @@ class Core:
 
     def start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """The same, unchecked."""
-        with self.range(call.describe):
-            return self._start(call, async_op, seconds, stream)
-
-    def _start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         buffer = call.send or call.recv
-        if buffer is None or (call.label and buffer.device == "cpu"):
-            return self.host.run(call, stream, async_op, seconds)
-        with self.executor(buffer, stream, seconds) as executor:
-            return executor.run(call, stream, async_op, seconds)
+        with self.range(call.describe):
+            if buffer is None or (call.label and buffer.device == "cpu"):
+                return self.host.run(call, stream, async_op, seconds)
+            with self.executor(buffer, stream, seconds) as executor:
+                return executor.run(call, stream, async_op, seconds)
 
     def exchange(self, ends: SendRecv, async_op: bool, seconds: float, stream: object) -> Work:
         """A message, or two at once; unchecked."""
