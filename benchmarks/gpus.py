@@ -92,6 +92,9 @@ SMALL_MESSAGES = tuple(
     for op in ("sendrecv", "oneway", "pingpong")
     for nbytes in (8, K, 4 * K, 16 * K, 64 * K, 128 * K, 256 * K, 512 * K, M, 2 * M, 4 * M)
 )
+INSIDE = tuple((op, n) for op in ("sendrecv", "oneway", "pingpong") for n in (8, K, 4 * K, 16 * K, 64 * K, 256 * K, M))
+BY_LIBRARY = Peer("hetcoll by the library", "by library")
+BY_KERNELS = Peer("hetcoll by kernels", "by kernels")
 BY_COPIES = Peer("hetcoll by copies", "by copies", {"HETCOLL_ISLANDS": "0|1"})
 EACH = tuple(("alltoall", nbytes) for nbytes in (64 * K, M, 16 * M, 256 * M))
 BIG = tuple(("allreduce", nbytes) for nbytes in LARGE)
@@ -141,6 +144,7 @@ def settings(gpus: int) -> Iterator[Setting]:
     for islands in ("0|1|2|3", "0|1|2,3", "0,1|2,3"):
         yield by_algorithm(gpus, islands, without)
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
+    yield Setting("messages inside one island", each, {}, (plain[0], BY_LIBRARY, BY_KERNELS), INSIDE)
     yield Setting("one island", each, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
     yield Setting("one island, by copy engines", each, BY_ENGINES, (OUT_OF_WINDOWS, Peer("NCCL", "nccl")), PRODUCTS)
     yield Setting("one island, by copy engines beside NCCL's", each, BY_ENGINES, (NCCL_WINDOWS,), MOVING)
