@@ -33,7 +33,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import gpu_tables
 import results
+from gpu_tables import BESIDE, COPIES, Figures, K, M
 from places import Place, commands
 from ports import free_port
 from staying import StayingRanks
@@ -41,10 +43,7 @@ from staying import StayingRanks
 from hetcoll.cli.report import Row
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs/measurements/gpu-tables.md"
-K, M = 1 << 10, 1 << 20
 SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
-COPIES = "only the copies"  # gpu_limits.py
 GPUS = (1, 2, 4)
 TURNS, SMALL_TURNS = 3, 15  # a host's calls take two thirds as long in one second as in the next
 ALONE, QUEUED = 20, 100  # calls with a wait each, and calls whose cost to the host is measured
@@ -104,7 +103,6 @@ ALGORITHMS = {
     "direct": "direct", "ring": "ring", "tree": "allreduce:tree,reduce:tree",
     "halving": "allreduce:halving_doubling,allgather:doubling,reduce_scatter:halving",
 }  # fmt: skip
-BESIDE = "product "  # in front of the collective that is under way beside products
 PRODUCT, NOTHING = ((f"{BESIDE}allreduce", 256 * M),), (("nothing", 0),)
 IN_PLACE = " in place"  # behind one that is so, though it need not be
 MOVING = tuple((BESIDE + op, 256 * M) for op in (f"allgather{IN_PLACE}", "alltoall", "allgather"))
@@ -209,9 +207,6 @@ class Job(PerfRanks):
         return {"us": row.time_us, "wrong": row.wrong or 0, **more}
 
 
-Figures = dict[str, dict[str, float]]  # by library
-
-
 def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list[tuple[str, int, Figures]]:
     """These points of a setting. Jobs are measured by turns; of each figure the least counts."""
     ours = Peer("hetcoll", "hetcoll", setting.env)
@@ -228,9 +223,9 @@ def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list
                 for job in (job for job in jobs if part_of(op, nbytes, job.name)):
                     old = row.get(job.name)
                     seen = job.measure(op, nbytes, setting.place(op), verified=old is None)
-                    row[job.name] = seen if old is None else best(seen, old)
+                    row[job.name] = seen if old is None else gpu_tables.best(seen, old)
             found.append((op, nbytes, row))
-            print(line(op, nbytes, row), flush=True)
+            print(gpu_tables.line(op, nbytes, row), flush=True)
     return found
 
 
@@ -241,80 +236,6 @@ def part_of(op: str, nbytes: int, name: str) -> bool:
     if name == OUT_OF_WINDOWS.name:
         return (op, nbytes) in MOVING
     return name != COPIES or (nbytes >= M and op != "sendrecv" and not op.startswith(BESIDE))
-
-
-def best(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-    """The least of each figure, but the most of what is wrong."""
-    return {name: (max if name == "wrong" else min)(a[name], b[name]) for name in a}
-
-
-def line(op: str, nbytes: int, row: Figures) -> str:
-    parts = [f"{op:15} {results.human(nbytes):>8}"]
-    for name, x in row.items():
-        wrong = f" {x['wrong']:.0f} WRONG" if x["wrong"] else ""
-        if op.startswith(BESIDE):
-            parts.append(f"{name}: {beside(x)}{wrong}")
-            continue
-        ratio = "" if name == "hetcoll" else f" ratio {x['us'] / row['hetcoll']['us']:.2f}"
-        rate = f"{nbytes / x['us'] / 1e3:.1f} GB/s" if nbytes >= M else ""
-        calls = "".join(f" {call} {x[call]:.1f}" for call in ("sync", "cost") if call in x)  # `nothing` has no cost
-        parts.append(f"{name}: {x['us']:.1f} us {rate}{calls}{ratio}{wrong}")
-    return " | ".join(parts)
-
-
-def beside(x: Mapping[str, float]) -> str:
-    """What collectives have taken from products: of a product's time, and in all for each call."""
-    more, taken = x["beside"] / x["alone"] - 1, x["call_beside"] * (1 - x["alone"] / x["beside"])
-    return (
-        f"{100 * more:.1f} % ({x['alone']:.0f} to {x['beside']:.0f} us; a call {x['call']:.0f} us alone, "
-        f"{x['call_beside']:.0f} beside, {taken:.0f} taken from products)"
-    )
-
-
-def markdown(setting: Setting, found: list[tuple[str, int, Figures]]) -> str:
-    """Of each operation our microseconds, the ratio to each peer, and the part of the limit, by size."""
-    at = {(op, nbytes): row for op, nbytes, row in found if op != "nothing" and not op.startswith(BESIDE)}
-    sizes = sorted({nbytes for _, nbytes in at})
-    rows = [["operation", "", *map(results.human, sizes)], ["---", "---", *["---:"] * len(sizes)]]
-    for op in dict.fromkeys(op for op, _ in at):
-        rows.append([op, "us", *(results.digits(at[op, n]["hetcoll"]["us"]) if (op, n) in at else "" for n in sizes)])
-        for peer in setting.peers:
-            cells = [ratio(at.get((op, nbytes), {}), peer.name) for nbytes in sizes]
-            if any(cells):
-                rows.append(["", "of the limit" if peer.name == COPIES else f"times {peer.name}", *cells])
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
-    return "\n\n".join(["### " + heading(setting).replace("|", "\\|"), *([table] if at else []), *notes(found)])
-
-
-def ratio(row: Figures, peer: str) -> str:
-    """How many times as fast as a peer we are, or what part of the limit we reach; "" where it was not measured."""
-    return f"{row[peer]['us'] / row['hetcoll']['us']:.2f}" if peer in row else ""
-
-
-def notes(found: list[tuple[str, int, Figures]]) -> list[str]:
-    """Sentences of what is no row of a table."""
-    told = []
-    for op, nbytes, row in found:
-        if op == "nothing":
-            ours = row["hetcoll"]
-            words = f"An empty kernel, by the driver's C function: {ours['us']:.1f} us, {ours['sync']:.1f} with a wait."
-            told.append(words)
-        elif op.startswith(BESIDE):
-            what = f"{op.removeprefix(BESIDE)} with {results.human(nbytes)}"
-            told.append(
-                f"Calls of {what} beside products of 8192 x 8192 matrices in bfloat16 make these slower by: "
-                f"{', '.join(f'{name} {beside(x)}' for name, x in row.items())}."
-            )
-    return told
-
-
-def section(gpus: int) -> str:
-    """The name of the marks in the page between which the tables stand."""
-    return f"{gpus} GPU{'s' * (gpus > 1)}"
-
-
-def heading(setting: Setting) -> str:
-    return f"{section(setting.gpus)}, {setting.title}"
 
 
 def device() -> str:
@@ -337,7 +258,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="settings whose title contains this")
     parser.add_argument("--largest", type=int, default=256 * M, help="leave out what is larger, in bytes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--write-docs", action="store_true", help=f"write the tables into {PAGE.name}")
+    parser.add_argument("--write-docs", action="store_true", help=f"write the tables into {gpu_tables.PAGE.name}")
     args = parser.parse_args()
     done, wrong, parts = [], 0.0, []
     with tempfile.TemporaryDirectory() as home:
@@ -345,20 +266,24 @@ def main() -> int:
             if args.only not in setting.title:
                 continue
             points = [point for point in setting.points if point[1] <= args.largest]
-            print(heading(setting), flush=True)
+            print(gpu_tables.heading(setting), flush=True)
             found = run(setting, points, Path(home))
             wrong += sum(x["wrong"] for _, _, row in found for x in row.values())
             done.append({"setting": setting.title, "ranks": len(setting.places), "points": found})
-            parts.append(markdown(setting, found))
+            parts.append(gpu_tables.markdown(setting, found))
     turns = f"the best of {TURNS} turns, below 1 MiB of {SMALL_TURNS}"
     head = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}`, float32, {turns}."
     document = json.dumps({"schema": 1, "about": head, "settings": done}, indent=1) + "\n"
     if args.json:
         args.json.write_text(document)
     if args.write_docs:
-        all_of_it = results.keep(document, PAGE.parent, time.strftime("%Y-%m-%d"), f"gpus-{args.gpus}")
+        all_of_it = results.keep(document, gpu_tables.PAGE.parent, time.strftime("%Y-%m-%d"), f"gpus-{args.gpus}")
         text = "\n\n".join([f"{head} Everything: {all_of_it}.", *parts])
-        PAGE.write_text(results.replace_between_marks(PAGE.read_text(), section(args.gpus), text, "benchmarks/gpus.py"))
+        gpu_tables.PAGE.write_text(
+            results.replace_between_marks(
+                gpu_tables.PAGE.read_text(), gpu_tables.section(args.gpus), text, "benchmarks/gpus.py"
+            )
+        )
     return 1 if wrong else 0
 
 

@@ -23,6 +23,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import gpu_limits  # noqa: E402
+import gpu_tables  # noqa: E402
 import gpus  # noqa: E402
 import instructions  # noqa: E402
 import libraries  # noqa: E402
@@ -160,7 +161,11 @@ def test_table_of_gpus() -> None:
     product = {"alone": 100.0, "beside": 125.0, "call": 10.0, "call_beside": 20.0}
     found = [
         ("allreduce", 8, {"hetcoll": {"us": 5.0}, "NCCL without P2P": {"us": 10.0}}),
-        ("allreduce", 1 << 20, {"hetcoll": {"us": 50.0}, "NCCL without P2P": {"us": 60.0}, gpus.COPIES: {"us": 40.0}}),
+        (
+            "allreduce",
+            1 << 20,
+            {"hetcoll": {"us": 50.0}, "NCCL without P2P": {"us": 60.0}, gpu_tables.COPIES: {"us": 40.0}},
+        ),
         ("sendrecv", 8, {"hetcoll": {"us": 20.0}, "NCCL without P2P": {"us": 10.0}}),
         (
             "product allgather",
@@ -169,8 +174,8 @@ def test_table_of_gpus() -> None:
         ),
         ("nothing", 0, {"hetcoll": {"us": 5.0, "sync": 12.0, "wrong": 0.0}}),
     ]
-    assert gpus.line(*found[-1]).split() == ["nothing", "0", "B", "|", "hetcoll:", "5.0", "us", "sync", "12.0"]
-    assert gpus.markdown(setting, found).splitlines() == [
+    assert gpu_tables.line(*found[-1]).split() == ["nothing", "0", "B", "|", "hetcoll:", "5.0", "us", "sync", "12.0"]
+    assert gpu_tables.markdown(setting, found).splitlines() == [
         "### 2 GPUs, islands 0\\|1",
         "",
         "| operation |  | 8 B | 1 MiB |",
@@ -189,7 +194,7 @@ def test_table_of_gpus() -> None:
 
 
 def test_gpus_that_ranks_share_count_once() -> None:
-    shared = [gpus.heading(each) for n in gpus.GPUS for each in gpus.settings(n) if len(each.places) > each.gpus]
+    shared = [gpu_tables.heading(each) for n in gpus.GPUS for each in gpus.settings(n) if len(each.places) > each.gpus]
     assert shared[:2] == ["1 GPU, and a rank without one", "1 GPU, messages between islands 0|1"]
     assert "2 GPUs, four ranks on two GPUs, islands 0|1|2|3, by algorithm" in shared
     assert not any(heading.startswith("4 GPUs") for heading in shared)
@@ -211,7 +216,7 @@ def test_what_benchmarks_write_has_marks_in_the_documents() -> None:
     """Each section that one can write, once."""
     docs = BENCHMARKS.parent / "docs"
     sections = {
-        "gpus.py": [(gpus.PAGE, gpus.section(n)) for n in gpus.GPUS],
+        "gpus.py": [(gpu_tables.PAGE, gpu_tables.section(n)) for n in gpus.GPUS],
         "peers.py": [(page, peers.SECTION) for page in (docs / "benchmarks.md", peers.LIMITS_PAGE)],
         "training.py": [(training.PAGE, training.section(n)) for n in training.GPUS],
     }
@@ -426,7 +431,7 @@ def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
     env = fakes.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     env |= {"nccl": {}, "windows": gpus.BY_ENGINES}.get(library, {"HETCOLL_ISLANDS": "0|1"})
     setting = gpus.Setting("two islands", gpus.on(2, 2), {}, (), ())
-    peer = gpus.Peer(gpus.COPIES if library == "copies" else library, library, env)
+    peer = gpus.Peer(gpu_tables.COPIES if library == "copies" else library, library, env)
     job = gpus.Job.of(peer, setting, tmp_path / "log")
     points = [("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)]
     if library == "windows":
