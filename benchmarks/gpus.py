@@ -5,6 +5,7 @@
     python benchmarks/gpus.py --gpus 1          # beside a rank without a GPU, which --gpus 2 has as well
     python benchmarks/gpus.py --gpus 2 --only messages
     python benchmarks/gpus.py --gpus 2 --only "order and checks"
+    python benchmarks/gpus.py --gpus 2 --figures FILE --write-docs      # the tables of a run with --json FILE
     python benchmarks/gpus.py --gpus 2 --only "copy engines"    # what collectives take from products of matrices;
                                   # "out of windows" is hetcoll whose ranks open what they give to the others before
 
@@ -34,7 +35,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import gpu_tables
-import results
 from gpu_tables import BESIDE, COPIES, Figures, K, M
 from places import Place, commands
 from ports import free_port
@@ -252,39 +252,44 @@ def about() -> str:
     return f"{time.strftime('%Y-%m-%d')}, {device() or 'GPU unknown'}, Python {platform.python_version()}"
 
 
-def main() -> int:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures, and how they came to be."""
+    done = []
+    with tempfile.TemporaryDirectory() as home:
+        for setting in settings(args.gpus):
+            if args.only not in setting.title:
+                continue
+            points = [point for point in setting.points if point[1] <= args.largest]
+            print(gpu_tables.heading(args.gpus, setting.title), flush=True)
+            found = run(setting, points, Path(home))
+            done.append({"setting": setting.title, "ranks": len(setting.places), "points": found})
+    only = f' --only "{args.only}"' if args.only else ""
+    turns = f"the best of {TURNS} turns, below 1 MiB of {SMALL_TURNS}"
+    told = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}{only}`, float32, {turns}."
+    return {"schema": 1, "about": told, "settings": done}
+
+
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, choices=GPUS, default=2)
     parser.add_argument("--only", default="", help="settings whose title contains this")
     parser.add_argument("--largest", type=int, default=256 * M, help="leave out what is larger, in bytes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--write-docs", action="store_true", help=f"write the tables into {gpu_tables.PAGE.name}")
-    args = parser.parse_args()
-    done, wrong, parts = [], 0.0, []
-    with tempfile.TemporaryDirectory() as home:
-        for setting in settings(args.gpus):
-            if args.only not in setting.title:
-                continue
-            points = [point for point in setting.points if point[1] <= args.largest]
-            print(gpu_tables.heading(setting), flush=True)
-            found = run(setting, points, Path(home))
-            wrong += sum(x["wrong"] for _, _, row in found for x in row.values())
-            done.append({"setting": setting.title, "ranks": len(setting.places), "points": found})
-            parts.append(gpu_tables.markdown(setting, found))
-    turns = f"the best of {TURNS} turns, below 1 MiB of {SMALL_TURNS}"
-    head = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}`, float32, {turns}."
-    document = json.dumps({"schema": 1, "about": head, "settings": done}, indent=1) + "\n"
+    parser.add_argument("--figures", type=Path, metavar="FILE", help="measure nothing: they are in this file of --json")
+    args = parser.parse_args(words)
+    if args.figures and not args.write_docs:
+        parser.error("--figures: wanted with --write-docs")
+    document = json.loads(args.figures.read_text()) if args.figures else measure(args)
+    if f"--gpus {args.gpus}" not in document["about"]:
+        parser.error(f"--gpus {args.gpus}: {args.figures} has other figures: {document['about']}")
+    text = json.dumps(document, indent=1) + "\n"
     if args.json:
-        args.json.write_text(document)
+        args.json.write_text(text)
     if args.write_docs:
-        all_of_it = results.keep(document, gpu_tables.PAGE.parent, time.strftime("%Y-%m-%d"), f"gpus-{args.gpus}")
-        text = "\n\n".join([f"{head} Everything: {all_of_it}.", *parts])
-        gpu_tables.PAGE.write_text(
-            results.replace_between_marks(
-                gpu_tables.PAGE.read_text(), gpu_tables.section(args.gpus), text, "benchmarks/gpus.py"
-            )
-        )
-    return 1 if wrong else 0
+        gpu_tables.write(document, args.gpus, [setting.title for setting in settings(args.gpus)])
+    rows = (row for setting in document["settings"] for _, _, row in setting["points"])
+    return int(any(x.get("wrong") for row in rows for x in row.values()))
 
 
 if __name__ == "__main__":
