@@ -24,7 +24,7 @@ from ..vendors.devices.base import URGENT
 from . import float8
 from .deadlines import Deadlines
 from .lanes import SideStream
-from .planner import Carrier, GpuPlanner
+from .planner import Carrier, GpuPlanner, by_library
 from .plans import GpuPlans
 from .shared import GpuShare, Note
 from .work import Enqueued, GpuWork
@@ -175,8 +175,8 @@ class GpuMessages:
         if not self._strangers:
             return
         carrier = self._choices.carrier
-        by_library = [m.peer for m in messages if carrier(m.peer, m.buffer.nbytes) is Carrier.LIBRARY]
-        fresh = self._strangers.intersection(by_library)
+        peers = [m.peer for m in messages if carrier(m.peer, m.buffer.nbytes) is Carrier.LIBRARY]
+        fresh = self._strangers.intersection(peers)
         if not fresh:
             return
         if self._device.capturing(stream):
@@ -185,7 +185,7 @@ class GpuMessages:
                 f" {spell_ranks(fresh)} to this one; wanted a message between them before"
             )
         ends = [(peer, 1) for peer in sorted(fresh)]
-        plan = self._plans.messages(DType.UINT8, ends, ends, self._choices.carrier, apart=True)
+        plan = self._plans.messages(DType.UINT8, ends, ends, by_library, apart=True)
         bound = self._path.bound(plan, "first message", [], DType.UINT8, [DType.UINT8] * 2 * len(ends))
         self.awaited = fresh
         try:

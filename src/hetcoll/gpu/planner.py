@@ -99,6 +99,11 @@ def by_copies(peer: int, nbytes: int) -> Carrier:
     return Carrier.COPIES
 
 
+def by_library(peer: int, nbytes: int) -> Carrier:
+    """For what has the library connect two ranks."""
+    return Carrier.LIBRARY
+
+
 class GpuPlanner:
     """Chooses for this rank, of what `planner` knows of the communicator. `windows` are those that all GPUs see, by
     number; they come and go. `near`: where one library serves all ranks."""
