@@ -252,13 +252,17 @@ def about() -> str:
     return f"{time.strftime('%Y-%m-%d')}, {device() or 'GPU unknown'}, Python {platform.python_version()}"
 
 
+def asked(gpus: int, only: str) -> list[Setting]:
+    """The one with this title, or those whose titles contain it."""
+    every = list(settings(gpus))
+    return [each for each in every if each.title == only] or [each for each in every if only in each.title]
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All figures, and how they came to be."""
     done = []
     with tempfile.TemporaryDirectory() as home:
-        for setting in settings(args.gpus):
-            if args.only not in setting.title:
-                continue
+        for setting in asked(args.gpus, args.only):
             points = [point for point in setting.points if point[1] <= args.largest]
             print(gpu_tables.heading(args.gpus, setting.title), flush=True)
             found = run(setting, points, Path(home))
@@ -272,7 +276,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, choices=GPUS, default=2)
-    parser.add_argument("--only", default="", help="settings whose title contains this")
+    parser.add_argument("--only", default="", help="the setting with this title, or those that contain it")
     parser.add_argument("--largest", type=int, default=256 * M, help="leave out what is larger, in bytes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--write-docs", action="store_true", help=f"write the tables into {gpu_tables.PAGE.name}")

@@ -222,6 +222,15 @@ def test_a_run_replaces_the_tables_of_what_it_measured(
         assert why in capsys.readouterr().err
 
 
+def test_settings_are_found_by_title() -> None:
+    assert [each.title for each in gpus.asked(2, "one island")] == ["one island"]
+    assert [each.title for each in gpus.asked(2, "copy engines")] == [
+        "one island, by copy engines",
+        "one island, by copy engines beside NCCL's",
+    ]
+    assert len(gpus.asked(2, "")) == len(list(gpus.settings(2)))
+
+
 def test_rows_of_gpus_are_those_of_the_whole_tables() -> None:
     there = results.between_marks(gpu_tables.CHOSEN.read_text(), "GPUs", gpu_tables.SCRIPT)
     assert there.strip() == gpu_tables.chosen(gpu_tables.PAGE.read_text())
