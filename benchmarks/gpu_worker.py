@@ -2,9 +2,10 @@
 
 It measures as `hetcoll perf` does (`hetcoll.cli.bench`): hetcoll itself, or in its place NCCL by its C interface on the
 communicator of hetcoll's island, PyTorch's NCCL, PyTorch's Gloo on pinned copies in host memory, or nothing but copies
-(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines, "windows" hetcoll with what ranks
-give in windows, "nccl windows" NCCL with all buffers in its own. HETCOLL_DEVICE says where a rank's buffers are:
-``cpu``, ``cuda:0``, or ``hip:0`` for a GPU that poses as AMD's.
+(gpu_limits.py). "by copies" is hetcoll whose messages are all done by copy engines, "by library" and "by kernels" one
+whose messages inside an island all are, as far as they can be, "windows" hetcoll with what ranks give in windows, "nccl
+windows" NCCL with all buffers in its own. HETCOLL_DEVICE says where a rank's buffers are: ``cpu``, ``cuda:0``, or
+``hip:0`` for a GPU that poses as AMD's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from hetcoll.gpu import planner
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.executor import GpuExecutor
 from hetcoll.types import DType, ReduceOp
+from hetcoll.vendors.devices.kernels.table import MESSAGE_MOST
 
 FLOAT, SUM = int(DType.FLOAT32), int(ReduceOp.SUM)
 EMPTY_CALLS = Schedule(samples=20, batch=10)
@@ -236,6 +238,8 @@ class Rank:
     def __init__(self, library: str) -> None:
         if library == "by copies":
             planner.MOST_BY_KERNEL = 0
+        if library in ("by library", "by kernels"):
+            planner.MOST_INSIDE = MESSAGE_MOST if library == "by kernels" else 0
         self.stream = Stream.of(os.environ["HETCOLL_DEVICE"])
         self.comm, self._name = hetcoll.init(), library
         self._parser = argparse.ArgumentParser()
@@ -246,7 +250,7 @@ class Rank:
         """What is measured in the place of hetcoll."""
         if self._name in ("gloo", "torch"):
             return Torch(self.comm, self.stream, "gloo" if self._name == "gloo" else "nccl")
-        if self._name in ("hetcoll", "by copies"):
+        if self._name == "hetcoll" or self._name.startswith("by "):
             return None
         assert self.stream is not None
         kinds: dict[str, Callable[[hetcoll.Communicator, Stream], Library]]

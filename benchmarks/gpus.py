@@ -5,6 +5,7 @@
     python benchmarks/gpus.py --gpus 1          # beside a rank without a GPU, which --gpus 2 has as well
     python benchmarks/gpus.py --gpus 2 --only messages
     python benchmarks/gpus.py --gpus 2 --only "order and checks"
+    python benchmarks/gpus.py --gpus 2 --figures FILE --write-docs      # the tables of a run with --json FILE
     python benchmarks/gpus.py --gpus 2 --only "copy engines"    # what collectives take from products of matrices;
                                   # "out of windows" is hetcoll whose ranks open what they give to the others before
 
@@ -33,7 +34,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-import results
+import gpu_tables
+from gpu_tables import BESIDE, COPIES, Figures, K, M
 from places import Place, commands
 from ports import free_port
 from staying import StayingRanks
@@ -41,10 +43,7 @@ from staying import StayingRanks
 from hetcoll.cli.report import Row
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs/measurements/gpu-tables.md"
-K, M = 1 << 10, 1 << 20
 SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
-COPIES = "only the copies"  # gpu_limits.py
 GPUS = (1, 2, 4)
 TURNS, SMALL_TURNS = 3, 15  # a host's calls take two thirds as long in one second as in the next
 ALONE, QUEUED = 20, 100  # calls with a wait each, and calls whose cost to the host is measured
@@ -92,6 +91,9 @@ SMALL_MESSAGES = tuple(
     for op in ("sendrecv", "oneway", "pingpong")
     for nbytes in (8, K, 4 * K, 16 * K, 64 * K, 128 * K, 256 * K, 512 * K, M, 2 * M, 4 * M)
 )
+INSIDE = tuple((op, n) for op in ("sendrecv", "oneway", "pingpong") for n in (8, K, 4 * K, 16 * K, 64 * K, 256 * K, M))
+BY_LIBRARY = Peer("hetcoll by the library", "by library")
+BY_KERNELS = Peer("hetcoll by kernels", "by kernels")
 BY_COPIES = Peer("hetcoll by copies", "by copies", {"HETCOLL_ISLANDS": "0|1"})
 EACH = tuple(("alltoall", nbytes) for nbytes in (64 * K, M, 16 * M, 256 * M))
 BIG = tuple(("allreduce", nbytes) for nbytes in LARGE)
@@ -101,7 +103,6 @@ ALGORITHMS = {
     "direct": "direct", "ring": "ring", "tree": "allreduce:tree,reduce:tree",
     "halving": "allreduce:halving_doubling,allgather:doubling,reduce_scatter:halving",
 }  # fmt: skip
-BESIDE = "product "  # in front of the collective that is under way beside products
 PRODUCT, NOTHING = ((f"{BESIDE}allreduce", 256 * M),), (("nothing", 0),)
 IN_PLACE = " in place"  # behind one that is so, though it need not be
 MOVING = tuple((BESIDE + op, 256 * M) for op in (f"allgather{IN_PLACE}", "alltoall", "allgather"))
@@ -141,6 +142,7 @@ def settings(gpus: int) -> Iterator[Setting]:
     for islands in ("0|1|2|3", "0|1|2,3", "0,1|2,3"):
         yield by_algorithm(gpus, islands, without)
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
+    yield Setting("messages inside one island", each, {}, (plain[0], BY_LIBRARY, BY_KERNELS), INSIDE)
     yield Setting("one island", each, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
     yield Setting("one island, by copy engines", each, BY_ENGINES, (OUT_OF_WINDOWS, Peer("NCCL", "nccl")), PRODUCTS)
     yield Setting("one island, by copy engines beside NCCL's", each, BY_ENGINES, (NCCL_WINDOWS,), MOVING)
@@ -205,9 +207,6 @@ class Job(PerfRanks):
         return {"us": row.time_us, "wrong": row.wrong or 0, **more}
 
 
-Figures = dict[str, dict[str, float]]  # by library
-
-
 def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list[tuple[str, int, Figures]]:
     """These points of a setting. Jobs are measured by turns; of each figure the least counts."""
     ours = Peer("hetcoll", "hetcoll", setting.env)
@@ -224,9 +223,9 @@ def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list
                 for job in (job for job in jobs if part_of(op, nbytes, job.name)):
                     old = row.get(job.name)
                     seen = job.measure(op, nbytes, setting.place(op), verified=old is None)
-                    row[job.name] = seen if old is None else best(seen, old)
+                    row[job.name] = seen if old is None else gpu_tables.best(seen, old)
             found.append((op, nbytes, row))
-            print(line(op, nbytes, row), flush=True)
+            print(gpu_tables.line(op, nbytes, row), flush=True)
     return found
 
 
@@ -237,80 +236,6 @@ def part_of(op: str, nbytes: int, name: str) -> bool:
     if name == OUT_OF_WINDOWS.name:
         return (op, nbytes) in MOVING
     return name != COPIES or (nbytes >= M and op != "sendrecv" and not op.startswith(BESIDE))
-
-
-def best(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-    """The least of each figure, but the most of what is wrong."""
-    return {name: (max if name == "wrong" else min)(a[name], b[name]) for name in a}
-
-
-def line(op: str, nbytes: int, row: Figures) -> str:
-    parts = [f"{op:15} {results.human(nbytes):>8}"]
-    for name, x in row.items():
-        wrong = f" {x['wrong']:.0f} WRONG" if x["wrong"] else ""
-        if op.startswith(BESIDE):
-            parts.append(f"{name}: {beside(x)}{wrong}")
-            continue
-        ratio = "" if name == "hetcoll" else f" ratio {x['us'] / row['hetcoll']['us']:.2f}"
-        rate = f"{nbytes / x['us'] / 1e3:.1f} GB/s" if nbytes >= M else ""
-        calls = "".join(f" {call} {x[call]:.1f}" for call in ("sync", "cost") if call in x)  # `nothing` has no cost
-        parts.append(f"{name}: {x['us']:.1f} us {rate}{calls}{ratio}{wrong}")
-    return " | ".join(parts)
-
-
-def beside(x: Mapping[str, float]) -> str:
-    """What collectives have taken from products: of a product's time, and in all for each call."""
-    more, taken = x["beside"] / x["alone"] - 1, x["call_beside"] * (1 - x["alone"] / x["beside"])
-    return (
-        f"{100 * more:.1f} % ({x['alone']:.0f} to {x['beside']:.0f} us; a call {x['call']:.0f} us alone, "
-        f"{x['call_beside']:.0f} beside, {taken:.0f} taken from products)"
-    )
-
-
-def markdown(setting: Setting, found: list[tuple[str, int, Figures]]) -> str:
-    """Of each operation our microseconds, the ratio to each peer, and the part of the limit, by size."""
-    at = {(op, nbytes): row for op, nbytes, row in found if op != "nothing" and not op.startswith(BESIDE)}
-    sizes = sorted({nbytes for _, nbytes in at})
-    rows = [["operation", "", *map(results.human, sizes)], ["---", "---", *["---:"] * len(sizes)]]
-    for op in dict.fromkeys(op for op, _ in at):
-        rows.append([op, "us", *(results.digits(at[op, n]["hetcoll"]["us"]) if (op, n) in at else "" for n in sizes)])
-        for peer in setting.peers:
-            cells = [ratio(at.get((op, nbytes), {}), peer.name) for nbytes in sizes]
-            if any(cells):
-                rows.append(["", "of the limit" if peer.name == COPIES else f"times {peer.name}", *cells])
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
-    return "\n\n".join(["### " + heading(setting).replace("|", "\\|"), *([table] if at else []), *notes(found)])
-
-
-def ratio(row: Figures, peer: str) -> str:
-    """How many times as fast as a peer we are, or what part of the limit we reach; "" where it was not measured."""
-    return f"{row[peer]['us'] / row['hetcoll']['us']:.2f}" if peer in row else ""
-
-
-def notes(found: list[tuple[str, int, Figures]]) -> list[str]:
-    """Sentences of what is no row of a table."""
-    told = []
-    for op, nbytes, row in found:
-        if op == "nothing":
-            ours = row["hetcoll"]
-            words = f"An empty kernel, by the driver's C function: {ours['us']:.1f} us, {ours['sync']:.1f} with a wait."
-            told.append(words)
-        elif op.startswith(BESIDE):
-            what = f"{op.removeprefix(BESIDE)} with {results.human(nbytes)}"
-            told.append(
-                f"Calls of {what} beside products of 8192 x 8192 matrices in bfloat16 make these slower by: "
-                f"{', '.join(f'{name} {beside(x)}' for name, x in row.items())}."
-            )
-    return told
-
-
-def section(gpus: int) -> str:
-    """The name of the marks in the page between which the tables stand."""
-    return f"{gpus} GPU{'s' * (gpus > 1)}"
-
-
-def heading(setting: Setting) -> str:
-    return f"{section(setting.gpus)}, {setting.title}"
 
 
 def device() -> str:
@@ -327,35 +252,48 @@ def about() -> str:
     return f"{time.strftime('%Y-%m-%d')}, {device() or 'GPU unknown'}, Python {platform.python_version()}"
 
 
-def main() -> int:
+def asked(gpus: int, only: str) -> list[Setting]:
+    """The one with this title, or those whose titles contain it."""
+    every = list(settings(gpus))
+    return [each for each in every if each.title == only] or [each for each in every if only in each.title]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures, and how they came to be."""
+    done = []
+    with tempfile.TemporaryDirectory() as home:
+        for setting in asked(args.gpus, args.only):
+            points = [point for point in setting.points if point[1] <= args.largest]
+            print(gpu_tables.heading(args.gpus, setting.title), flush=True)
+            found = run(setting, points, Path(home))
+            done.append({"setting": setting.title, "ranks": len(setting.places), "points": found})
+    only = f' --only "{args.only}"' if args.only else ""
+    turns = f"the best of {TURNS} turns, below 1 MiB of {SMALL_TURNS}"
+    told = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}{only}`, float32, {turns}."
+    return {"schema": 1, "about": told, "settings": done}
+
+
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, choices=GPUS, default=2)
-    parser.add_argument("--only", default="", help="settings whose title contains this")
+    parser.add_argument("--only", default="", help="the setting with this title, or those that contain it")
     parser.add_argument("--largest", type=int, default=256 * M, help="leave out what is larger, in bytes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--write-docs", action="store_true", help=f"write the tables into {PAGE.name}")
-    args = parser.parse_args()
-    done, wrong, parts = [], 0.0, []
-    with tempfile.TemporaryDirectory() as home:
-        for setting in settings(args.gpus):
-            if args.only not in setting.title:
-                continue
-            points = [point for point in setting.points if point[1] <= args.largest]
-            print(heading(setting), flush=True)
-            found = run(setting, points, Path(home))
-            wrong += sum(x["wrong"] for _, _, row in found for x in row.values())
-            done.append({"setting": setting.title, "ranks": len(setting.places), "points": found})
-            parts.append(markdown(setting, found))
-    turns = f"the best of {TURNS} turns, below 1 MiB of {SMALL_TURNS}"
-    head = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}`, float32, {turns}."
-    document = json.dumps({"schema": 1, "about": head, "settings": done}, indent=1) + "\n"
+    parser.add_argument("--write-docs", action="store_true", help=f"write the tables into {gpu_tables.PAGE.name}")
+    parser.add_argument("--figures", type=Path, metavar="FILE", help="measure nothing: they are in this file of --json")
+    args = parser.parse_args(words)
+    if args.figures and not args.write_docs:
+        parser.error("--figures: wanted with --write-docs")
+    document = json.loads(args.figures.read_text()) if args.figures else measure(args)
+    if f"--gpus {args.gpus}" not in document["about"]:
+        parser.error(f"--gpus {args.gpus}: {args.figures} has other figures: {document['about']}")
+    text = json.dumps(document, indent=1) + "\n"
     if args.json:
-        args.json.write_text(document)
+        args.json.write_text(text)
     if args.write_docs:
-        all_of_it = results.keep(document, PAGE.parent, time.strftime("%Y-%m-%d"), f"gpus-{args.gpus}")
-        text = "\n\n".join([f"{head} Everything: {all_of_it}.", *parts])
-        PAGE.write_text(results.replace_between_marks(PAGE.read_text(), section(args.gpus), text, "benchmarks/gpus.py"))
-    return 1 if wrong else 0
+        gpu_tables.write(document, args.gpus, [setting.title for setting in settings(args.gpus)])
+    rows = (row for setting in document["settings"] for _, _, row in setting["points"])
+    return int(any(x.get("wrong") for row in rows for x in row.values()))
 
 
 if __name__ == "__main__":

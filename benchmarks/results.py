@@ -186,14 +186,25 @@ def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def between_marks(text: str, name: str, script: str = "benchmarks/peers.py") -> str:
+    """What stands between the marks of `name`; ValueError without the marks."""
+    return _at_marks(text, name, script)[1]
+
+
 def replace_between_marks(text: str, name: str, body: str, script: str = "benchmarks/peers.py") -> str:
-    """`text` with what stands between the marks of `name` replaced; ValueError without the marks."""
+    """`text` with that replaced."""
+    head, _, tail = _at_marks(text, name, script)
+    return f"{head}\n{body.strip()}\n{tail}"
+
+
+def _at_marks(text: str, name: str, script: str) -> tuple[str, str, str]:
+    """What stands before the end of the first mark, between the two, and from the second one on."""
     start, end = (MARK.format(which=f"{name} {what}: output", script=script) for what in ("begins", "ends"))
     head, found, rest = text.partition(start)
-    _, also, tail = rest.partition(end)
+    body, also, tail = rest.partition(end)
     if not (found and also):
         raise ValueError(f"wanted the marks {start!r} and {end!r}, found {'one' if found else 'none'} of them")
-    return f"{head}{start}\n{body.strip()}\n{end}{tail}"
+    return head + start, body, end + tail
 
 
 def keep(text: str, folder: Path, date: str, name: str) -> str:

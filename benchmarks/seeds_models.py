@@ -35,15 +35,15 @@ class Found:
 
 
 def train(
-    jobs: Mapping[str, tuple[Job, Shape]], way: str, args: argparse.Namespace, **told: Any
+    jobs: Mapping[str, tuple[Job, Shape, Mapping[str, Any]]], args: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Each job's median seconds a step, by turns, and its losses."""
+    """Each job's median seconds a step, by turns, and its losses. What a job is told says how it trains."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     losses: dict[str, list[float]] = {name: [] for name in jobs}
-    for job, shape in jobs.values():
-        job.ask({"do": "make", "way": way, "shape": asdict(shape), "steps": args.turns * args.steps, **told})
+    for job, shape, told in jobs.values():
+        job.ask({"do": "make", "shape": asdict(shape), "steps": args.turns * args.steps, **told})
     for turn in range(args.turns):
-        for name, (job, _) in jobs.items():
+        for name, (job, _, _) in jobs.items():
             answers = job.ask({"do": "turn", "first": turn * args.steps, "steps": args.steps})
             seconds[name].append(max(each["seconds"] for each in answers))
             losses[name] += answers[0]["losses"]
@@ -64,6 +64,16 @@ def references(shapes: Sequence[Shape], place: Place, args: argparse.Namespace, 
     return losses_of_one(shapes, alone, home, steps=steps, pieces=args.ranks * args.pieces, seconds=args.seconds)
 
 
+def told_to(ranks: int, way: str, batch: int, pieces: int) -> dict[str, Any]:
+    """How so many ranks train, of whom each has `batch` samples in `pieces`. Both halves are a pipeline of two stages,
+    as each half is: its ranks share batches. A half of one rank has no stages."""
+    if way not in PIPELINES:
+        return {"way": way, "pieces": pieces}
+    if ranks == 1:
+        return {"way": "ddp", "pieces": pieces}
+    return {"way": way, "stages": 2, "samples": batch // pieces}
+
+
 def halves(args: argparse.Namespace, home: Path) -> Found:
     kinds = DEVICES[args.device]
     places, way = kinds.places(args.ranks, args.hip_python), args.way or ("ddp" if kinds.alike else "balanced")
@@ -82,10 +92,8 @@ def halves(args: argparse.Namespace, home: Path) -> Found:
                 env = (islands_of(args.ranks) if kinds.islands else {}) | FEW if name == "both" else {}
                 job = Job(name, "hetcoll", those, home / f"{model}-{name}", env, seconds=args.seconds)
                 stack.callback(job.close)
-                jobs[name] = job, shapes[name]
-            # Both halves are a pipeline of two stages, as each half is: its ranks share batches.
-            cut = {"stages": 2, "samples": shape.batch // args.pieces} if way in PIPELINES else {"pieces": args.pieces}
-            seconds, losses = train(jobs, way, args, **cut)
+                jobs[name] = job, shapes[name], told_to(len(those), way, shape.batch, args.pieces)
+            seconds, losses = train(jobs, args)
         rate = {name: shapes[name].batch * shape.length / each for name, each in seconds.items()}
         total = rate["first"] + rate["second"]
         off = max(
@@ -143,15 +151,15 @@ def forwarding(args: argparse.Namespace, home: Path) -> Found:
     found = Found([["how", "tokens/s", "TFLOPS a rank", "part of the last", "published, TFLOPS a GPU",
                     f"part of one vendor's {ONE_VENDOR}", "error of a loss"]])  # fmt: skip
     found.notes.append(f"The model is {args.models[0]}; cards of {args.rate}. TFLOPS are 6 x parameters x tokens/s.")
-    jobs: dict[str, tuple[Job, Shape]] = {}
+    jobs: dict[str, tuple[Job, Shape, Mapping[str, Any]]] = {}
     with shaped(args.ranks, args.rate, 256 << 10, second=args.rate) as net, contextlib.ExitStack() as stack:
         for at, way in enumerate(ways):
             env = way.environment | (islands_of(args.ranks) if kinds.islands and way.hosts != "each" else {})
             those = way.places(places, net.hosts)
             job = Job(way.name, way.how, those, home / f"way-{at}", env, seconds=args.seconds)
             stack.callback(job.close)
-            jobs[way.name] = job, whole
-        seconds, losses = train(jobs, "pipeline", args, stages=2)
+            jobs[way.name] = job, whole, {"way": "pipeline", "stages": 2}
+        seconds, losses = train(jobs, args)
     rates = {name: whole.batch * whole.length / each for name, each in seconds.items()}
     for way in ways:
         rate, off = rates[way.name], error(losses[way.name], wanted, way.name, found.wrong)

@@ -33,7 +33,7 @@ void DeviceQueue::RunMessages(const MessagesKernel& kernel, const Bases& bases, 
         driver_->WaitEvent(found->second.last->get(), stream);
     }
   }
-  kernel_arguments_ = kernel.arguments;
+  kernel_arguments_ = capturing ? kernel.captured : kernel.arguments;
   for (std::size_t i = 0; i < kernel.places.size(); ++i) {
     std::byte* const at = bases.At(kernel.places[i]);
     std::memcpy(kernel_arguments_.data() + i * kMessageStride, &at, sizeof at);
@@ -43,6 +43,7 @@ void DeviceQueue::RunMessages(const MessagesKernel& kernel, const Bases& bases, 
   if (capturing) return;
   driver_->Record(kernel.end->get(), stream);  // now: see EnqueueKernel
   for (const std::uint16_t ring : kernel.rings) rings_[ring] = {kernel.end, stream};
+  user_calls_.Pass(stream);  // rings on a GPU have no words that the host could read
 }
 
 }  // namespace hetcoll

@@ -239,6 +239,7 @@ inline constexpr std::size_t kMessageStride = 48;
 struct MessagesKernel {
   DeviceFunction function;
   std::vector<std::byte> arguments;
+  std::vector<std::byte> captured;  // those of captured calls: as long
   unsigned blocks;
   unsigned threads;
   std::vector<Place> places;         // of the buffers

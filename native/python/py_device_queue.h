@@ -26,9 +26,10 @@ using KernelArgs = std::optional<std::tuple<Address, unsigned, unsigned, unsigne
 
 using CodecArgs = std::optional<std::tuple<int, KernelArgs, KernelArgs, KernelArgs, KernelArgs>>;  // the format first
 
-// Function, arguments, blocks, threads; and of each message its buffer and its end of a ring.
-using MessagesArgs =
-    std::tuple<Address, nb::bytes, unsigned, unsigned, std::vector<std::uint16_t>, std::vector<std::uint16_t>>;
+// Function, arguments, those where it is captured, blocks, threads; and of each message its buffer and its end of a
+// ring.
+using MessagesArgs = std::tuple<Address, nb::bytes, nb::bytes, unsigned, unsigned, std::vector<std::uint16_t>,
+                                std::vector<std::uint16_t>>;
 using PlacedArgs = std::tuple<MessagesArgs, std::uint32_t, std::uint32_t>;  // MessagesPlace
 
 // Of what a peer has: the edge, where it goes in RECV, its address here, bytes.
@@ -241,17 +242,24 @@ class PyDeviceQueue {
 
  private:
   MessagesKernel MessagesOf(const MessagesArgs& args, bool apart) {
-    const auto& [function, arguments, blocks, threads, buffers, rings] = args;
+    const auto& [function, arguments, captured, blocks, threads, buffers, rings] = args;
     const auto* bytes = reinterpret_cast<const std::byte*>(arguments.c_str());
-    if (buffers.empty() || buffers.size() != rings.size() || buffers.size() * kMessageStride > arguments.size())
+    const auto* captured_bytes = reinterpret_cast<const std::byte*>(captured.c_str());
+    if (buffers.empty() || buffers.size() != rings.size() || buffers.size() * kMessageStride > arguments.size() ||
+        captured.size() != arguments.size())
       throw PlanError("a kernel of messages: wanted a buffer and a ring for each of them");
     std::vector<Place> places;
     for (const std::uint16_t buffer : buffers)
       places.push_back({static_cast<Area>(buffer + (apart ? static_cast<int>(Area::kMessages) : 0)), 0});
     const Current current(*driver_);
-    return {
-        As<DeviceFunction>(function),    {bytes, bytes + arguments.size()}, blocks, threads, std::move(places), rings,
-        std::make_shared<Event>(driver_)};
+    return {As<DeviceFunction>(function),
+            {bytes, bytes + arguments.size()},
+            {captured_bytes, captured_bytes + captured.size()},
+            blocks,
+            threads,
+            std::move(places),
+            rings,
+            std::make_shared<Event>(driver_)};
   }
 
   DeviceProgram Compile(const BoundPlan& plan, const std::vector<std::uint32_t>& order,

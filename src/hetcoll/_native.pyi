@@ -242,7 +242,7 @@ class DeviceQueue:
         codec: tuple[int, _Kernel, _Kernel, _Kernel, _Kernel] | None = None,
         sends: Sequence[int] = (),
         recvs: Sequence[int] = (),
-        kernels: Sequence[tuple[tuple[int, bytes, int, int, Sequence[int], Sequence[int]], int, int]] = (),
+        kernels: Sequence[tuple[tuple[int, bytes, bytes, int, int, Sequence[int], Sequence[int]], int, int]] = (),
     ) -> DeviceShape: ...
     @staticmethod
     def bind_pulls(

@@ -21,6 +21,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import gpu_limits  # noqa: E402
+import gpu_tables  # noqa: E402
 import gpus  # noqa: E402
 import instructions  # noqa: E402
 import libraries  # noqa: E402
@@ -151,11 +152,14 @@ def test_what_a_page_does_not_show_is_kept_beside_it(tmp_path: Path) -> None:
 
 
 def test_table_of_gpus() -> None:
-    setting = next(each for each in gpus.settings(2) if each.title == "islands 0|1")
     product = {"alone": 100.0, "beside": 125.0, "call": 10.0, "call_beside": 20.0}
     found = [
         ("allreduce", 8, {"hetcoll": {"us": 5.0}, "NCCL without P2P": {"us": 10.0}}),
-        ("allreduce", 1 << 20, {"hetcoll": {"us": 50.0}, "NCCL without P2P": {"us": 60.0}, gpus.COPIES: {"us": 40.0}}),
+        (
+            "allreduce",
+            1 << 20,
+            {"hetcoll": {"us": 50.0}, "NCCL without P2P": {"us": 60.0}, gpu_tables.COPIES: {"us": 40.0}},
+        ),
         ("sendrecv", 8, {"hetcoll": {"us": 20.0}, "NCCL without P2P": {"us": 10.0}}),
         (
             "product allgather",
@@ -164,9 +168,11 @@ def test_table_of_gpus() -> None:
         ),
         ("nothing", 0, {"hetcoll": {"us": 5.0, "sync": 12.0, "wrong": 0.0}}),
     ]
-    assert gpus.line(*found[-1]).split() == ["nothing", "0", "B", "|", "hetcoll:", "5.0", "us", "sync", "12.0"]
-    assert gpus.markdown(setting, found).splitlines() == [
+    assert gpu_tables.line(*found[-1]).split() == ["nothing", "0", "B", "|", "hetcoll:", "5.0", "us", "sync", "12.0"]
+    assert gpu_tables.markdown("2 GPUs, islands 0|1", "2026-01-02, here.", found).splitlines() == [
         "### 2 GPUs, islands 0\\|1",
+        "",
+        "2026-01-02, here.",
         "",
         "| operation |  | 8 B | 1 MiB |",
         "| --- | --- | ---: | ---: |",
@@ -183,8 +189,55 @@ def test_table_of_gpus() -> None:
     ]
 
 
+def test_a_run_replaces_the_tables_of_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "measurements").mkdir()
+    for name, at in (("PAGE", "measurements/gpu-tables.md"), ("CHOSEN", "benchmarks.md")):
+        (tmp_path / at).write_text(getattr(gpu_tables, name).read_text())
+        monkeypatch.setattr(gpu_tables, name, tmp_path / at)
+    before = gpu_tables.PAGE.read_text()
+    row = {"hetcoll": {"us": 5.0}, "NCCL": {"us": 61.7}, "PyTorch's NCCL": {"us": 10.0}}
+    told = '2031-01-02, a GPU. `python benchmarks/gpus.py --gpus 2 --only "one island"`.'
+    points = [("allreduce", n, row) for n in (8, 1 << 20)]
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps({"schema": 1, "about": told, "settings": [{"setting": "one island", "points": points}]}))
+    assert gpus.main(["--gpus", "2", "--figures", str(file), "--write-docs"]) == 0
+    page = gpu_tables.PAGE.read_text()
+    old, new = (gpu_tables._tables(text) for text in (before, page))
+    assert [name for name in old if old[name] != new[name]] == ["2 GPUs, one island"]
+    assert list(old) == list(new)
+    link = "2031-01-02-gpus-2-one-island.json"
+    assert new["2 GPUs, one island"].split("\n\n")[1] == f"{told} Everything: [{link}]({link})."
+    assert json.loads((gpu_tables.PAGE.parent / link).read_text())["about"] == told
+    assert "| 2 | NVLink | NCCL | 12.34 |  | 12.34 |  |" in gpu_tables.CHOSEN.read_text()
+    for words, why in ((["--gpus", "4", "--write-docs"], "has other figures"), ([], "wanted with --write-docs")):
+        with pytest.raises(SystemExit):
+            gpus.main([*words, "--figures", str(file)])
+        assert why in capsys.readouterr().err
+
+
+def test_settings_are_found_by_title() -> None:
+    assert [each.title for each in gpus.asked(2, "one island")] == ["one island"]
+    assert [each.title for each in gpus.asked(2, "copy engines")] == [
+        "one island, by copy engines",
+        "one island, by copy engines beside NCCL's",
+    ]
+    assert len(gpus.asked(2, "")) == len(list(gpus.settings(2)))
+
+
+def test_rows_of_gpus_are_those_of_the_whole_tables() -> None:
+    there = results.between_marks(gpu_tables.CHOSEN.read_text(), "GPUs", gpu_tables.SCRIPT)
+    assert there.strip() == gpu_tables.chosen(gpu_tables.PAGE.read_text())
+
+
 def test_gpus_that_ranks_share_count_once() -> None:
-    shared = [gpus.heading(each) for n in gpus.GPUS for each in gpus.settings(n) if len(each.places) > each.gpus]
+    shared = [
+        gpu_tables.heading(each.gpus, each.title)
+        for n in gpus.GPUS
+        for each in gpus.settings(n)
+        if len(each.places) > each.gpus
+    ]
     assert shared[:2] == ["1 GPU, and a rank without one", "1 GPU, messages between islands 0|1"]
     assert "2 GPUs, four ranks on two GPUs, islands 0|1|2|3, by algorithm" in shared
     assert not any(heading.startswith("4 GPUs") for heading in shared)
@@ -206,7 +259,7 @@ def test_what_benchmarks_write_has_marks_in_the_documents() -> None:
     """Each section that one can write, once."""
     docs = BENCHMARKS.parent / "docs"
     sections = {
-        "gpus.py": [(gpus.PAGE, gpus.section(n)) for n in gpus.GPUS],
+        "gpus.py": [(gpu_tables.CHOSEN, "GPUs"), *((gpu_tables.PAGE, gpu_tables.section(n)) for n in gpus.GPUS)],
         "peers.py": [(page, peers.SECTION) for page in (docs / "benchmarks.md", peers.LIMITS_PAGE)],
         "training.py": [(training.PAGE, training.section(n)) for n in training.GPUS],
     }

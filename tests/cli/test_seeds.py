@@ -147,6 +147,7 @@ class Told:
 
     seconds: ClassVar = {"first": 1.0, "second": 2.0, "both": 1.25}
     loss = 2.0
+    made: ClassVar[dict[str, dict[str, Any]]] = {}  # what each was told last
 
     def __init__(self, name: str, how: str, those: list[places.Place], *_: object, **__: object) -> None:
         self.name, self.how, self.ranks = name, how, len(those)
@@ -154,6 +155,8 @@ class Told:
     def close(self) -> None: ...
 
     def ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+        if question["do"] == "make":
+            self.made[self.name] = question
         if question["do"] == "decode":
             tokens = [[1, 2, 3]] if question["way"] != "stages" else [[1, 2, 4]]
             return [{"tokens": tokens, "seconds": 0.5, "gap": 0.1}] * self.ranks
@@ -179,6 +182,17 @@ def test_table_of_halves(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1.48 times NVIDIA's half and 2.97 times AMD's" in found.told
     monkeypatch.setattr(Told, "loss", 2.1)
     assert run("halves", *TINY).status == 1
+
+
+@pytest.mark.usefixtures("told")
+def test_a_half_of_one_rank_is_no_pipeline(run: Any) -> None:
+    """It has no second stage, and cuts its batch into as many pieces."""
+    for ranks, way in ((2, "ddp"), (4, "pipeline")):
+        run("halves", "--way", "pipeline", "--ranks", str(ranks), "--batch", "8", "--pieces", "4", *TINY)
+        assert [Told.made[name]["way"] for name in ("first", "second", "both")] == [way, way, "pipeline"]
+        assert (Told.made["both"]["stages"], Told.made["both"]["samples"]) == (2, 2)
+    run("halves", "--way", "pipeline", "--ranks", "2", "--batch", "8", "--pieces", "4", *TINY)
+    assert Told.made["first"]["pieces"] == 4
 
 
 @pytest.mark.usefixtures("told")
@@ -229,7 +243,7 @@ def test_decoding_in_parts_gives_the_tokens_of_one_process(run: Any, device: str
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("words", [["ddp"], ["balanced"], ["ddp", *PIECES], ["fsdp2", *PIECES]])
+@pytest.mark.parametrize("words", [["ddp"], ["balanced"], ["ddp", *PIECES], ["fsdp2", *PIECES], ["pipeline", *PIECES]])
 def test_halves_of_cpus(run: Any, words: list[str]) -> None:
     import_torch()
     found = run("halves", "--models", "tiny", "--turns", "2", "--steps", "3", "--way", *words)

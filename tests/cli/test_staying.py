@@ -14,6 +14,7 @@ from thorough import HOUSE, parametrize
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import gpu_tables  # noqa: E402
 import gpus  # noqa: E402
 import staying  # noqa: E402
 from places import Place  # noqa: E402
@@ -67,7 +68,7 @@ def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
     env = fakes.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     env |= {"nccl": {}, "windows": gpus.BY_ENGINES}.get(library, {"HETCOLL_ISLANDS": "0|1"})
     setting = gpus.Setting("two islands", gpus.on(2, 2), {}, (), ())
-    peer = gpus.Peer(gpus.COPIES if library == "copies" else library, library, env)
+    peer = gpus.Peer(gpu_tables.COPIES if library == "copies" else library, library, env)
     job = gpus.Job.of(peer, setting, tmp_path / "log")
     points = [("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)]
     if library == "windows":

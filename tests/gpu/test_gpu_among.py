@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gpu_calls import check, device_of_rank
 from gpu_kinds import start_gpus
+from gpu_places import PLACES, need_gpus, ranks_on
 from ranks import Job, Ranks
 from reference import Case
 from star import star
@@ -19,7 +20,6 @@ from hetcoll.errors import ArgumentError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.plan.algorithms import register
 from hetcoll.types import Collective
-from hetcoll.vendors.devices import cuda
 
 KINDS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
 
@@ -145,10 +145,18 @@ def test_two_islands_of_one(gpus: Any, algo: str) -> None:
 @pytest.mark.parametrize("islands", ["0|1|2|3", "0,1|2,3", "0,1|2|3"])
 def test_four_ranks_on_two_gpus(islands: str, algo: str) -> None:
     """Two share each GPU, in different islands."""
-    found = 0 if cuda.why_not() else len(cuda.devices())
-    if found < 2:
-        pytest.skip(f"needs 2 GPUs, found {found}")
+    need_gpus(2)
     if ":" in algo and islands.count("|") == 2:
         pytest.skip("halving wants a power of two")
     with Ranks(4, {"HETCOLL_ISLANDS": islands, "HETCOLL_ALGO": algo}, tidy=False) as ranks:
         check(ranks, [*cases(4, 70_001), Case("allreduce", count=3_000_001)])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@parametrize("islands", ["0,1", "0|1"], first=1)
+def test_what_a_user_writes_on_two_gpus(place: str, islands: str) -> None:
+    """In the place of the library that serves both, and between two islands."""
+    asked = {"HETCOLL_ISLANDS": islands, "HETCOLL_ALGO": "allreduce:star of islands"}
+    with ranks_on(place, ["cuda"] * 2, asked, join=False) as ranks:
+        for told in ranks.run(register_and_reduce, timeout=100):
+            assert told.startswith("star of islands, in pieces")

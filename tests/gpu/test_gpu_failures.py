@@ -26,6 +26,7 @@ from hetcoll.errors import (
     PeerLostError,
 )
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.planner import MOST_INSIDE
 from hetcoll.gpu.watchdog import GpuWatch
 from hetcoll.health.diagnosis import Diagnosis, Kind
 
@@ -219,7 +220,8 @@ def send_where_it_fails(comm: hetcoll.Communicator) -> tuple[CommunicationError 
     made = [warm_up(each, 100) for each in (comm, other)][1]
     failed = None
     try:
-        comm.sendrecv(made.buffer(), 1 - comm.rank, array(comm, 100).buffer(), 1 - comm.rank).wait(60)
+        out, into = (array(comm, MOST_INSIDE).buffer() for _ in range(2))  # longer than a kernel carries
+        comm.sendrecv(out, 1 - comm.rank, into, 1 - comm.rank).wait(60)
     except CommunicationError as error:
         failed = error
     other.allreduce(made.buffer()).wait(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+import unittest.mock
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,9 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import CommunicationError, InitError
-from hetcoll.gpu import path_probe
+from hetcoll.gpu import path_probe, planner
 from hetcoll.gpu.path_probe import pairs_to_try, pattern, try_all, turns, without, wrong
+from hetcoll.gpu.planner import MOST_INSIDE
 from hetcoll.gpu.proxy import Proxies
 from hetcoll.gpu.slots import Edge, SlotSegment
 from hetcoll.plan.rails import Nic
@@ -315,22 +317,24 @@ def test_messages_inside_an_island_are_the_librarys(islands: str, through_slots:
         assert ranks.run(exchange, timeout=120) == through_slots
 
 
-def send_first(comm: hetcoll.Communicator) -> float:
+def send_first(comm: hetcoll.Communicator, by_kernel: int) -> float:
     """Both send before they receive: a small message needs no receive to have been called."""
     own, got = Own(comm, np.full(4, comm.rank, np.float32)), Own(comm, np.zeros(4, np.float32))
-    comm.send(own.array, 1 - comm.rank)
-    comm.recv(got.array, 1 - comm.rank).wait(30)
+    with unittest.mock.patch.object(planner, "MOST_INSIDE", by_kernel):
+        comm.send(own.array, 1 - comm.rank)
+        comm.recv(got.array, 1 - comm.rank).wait(30)
     return float(got.get()[0])
 
 
 @pytest.mark.fakes
-def test_two_ranks_of_an_island_that_send_first() -> None:
+@pytest.mark.parametrize("by_kernel", [MOST_INSIDE, 0], ids=["kernel", "library"])
+def test_two_ranks_of_an_island_that_send_first(by_kernel: int) -> None:
     with start("nn") as ranks:
-        assert ranks.run(send_first, timeout=60) == [1, 0]
+        assert ranks.run(send_first, by_kernel, timeout=60) == [1, 0]
 
 
 def send_to_nobody(comm: hetcoll.Communicator) -> None:
-    one = Own(comm, np.ones(4, np.float32))
+    one = Own(comm, np.ones(MOST_INSIDE, np.float32))
     comm.allreduce(one.array).wait(30)
     if comm.rank == 0:
         comm.send(one.array, 1)  # held up by the library

@@ -33,6 +33,7 @@ MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "GPU_MAX_HW_QUEUES": "32"}  
 WAYS = [
     ("nn", APART, LARGE),
     ("nn", APART, SMALL),
+    ("nn", TOGETHER, SMALL),
     ("nn", TOGETHER, LARGE),
     ("nn", NEAR, LARGE),
     ("na", {}, LARGE),
@@ -40,7 +41,17 @@ WAYS = [
     ("nn", {"HETCOLL_HOST_ID": ("a", "b"), **APART}, LARGE),
     ("nn", {"HETCOLL_HOST_ID": ("a", "b"), **APART}, SMALL),
 ]
-NAMES = ["apart", "kernel", "library", "near", "vendors", "kernel of two vendors", "hosts", "hosts, few bytes"]
+NAMES = [
+    "apart",
+    "kernel",
+    "kernel of an island",
+    "library",
+    "near",
+    "vendors",
+    "kernel of two vendors",
+    "hosts",
+    "hosts, few bytes",
+]
 Start = Callable[[hetcoll.Communicator, Own, dict[str, Any]], Work]
 
 
@@ -109,7 +120,7 @@ def check_alone(ranks: Ranks, start: Start, count: int, *, caller: int = 0, firs
         assert f"{CALLED.get(start, start.__name__)}(" in str(found[0][0])
 
 
-@each_way(first=3)
+@each_way(first=4)
 def test_a_collective_that_a_rank_does_not_call(placed: Placed, kinds: str, env: Any, count: int) -> None:
     check_alone(placed(kinds, **env), allreduce, count)
 
@@ -119,7 +130,7 @@ def test_an_asynchronous_one(placed: Placed, kinds: str, env: Any, count: int) -
     check_alone(placed(kinds, **env), allreduce, count, async_op=True)
 
 
-@each_way(first=3)
+@each_way(first=4)
 def test_a_message_that_is_not_sent(placed: Placed, kinds: str, env: Any, count: int) -> None:
     check_alone(placed(kinds, **env), recv, count)
 
@@ -239,16 +250,23 @@ def test_wrong_arguments_leave_all_well(placed: Placed) -> None:
     placed("nn", **APART).run(pass_wrong_things, timeout=100)
 
 
-def stay_ahead(comm: hetcoll.Communicator, count: int, seconds: float) -> int:
+def stay_ahead(comm: hetcoll.Communicator, op: str, count: int, seconds: float) -> int:
     """Some calls are under way all the time. How many there were."""
-    device = device_of_rank(comm.rank)
+    device, other = device_of_rank(comm.rank), 1 - comm.rank
     device.activate()
-    stream, array = device.stream(), DeviceArray.of(device, np.zeros(count, np.float32))
+    stream, array, came = device.stream(), *(DeviceArray.of(device, np.zeros(count, np.float32)) for _ in range(2))
     under_way: deque[int] = deque()
-    comm.allreduce(array.buffer(), stream=stream)  # what the first one makes takes its own time
+
+    def call() -> None:
+        if op == "allreduce":
+            comm.allreduce(array.buffer(), stream=stream)
+        else:
+            comm.sendrecv(array.buffer(), other, came.buffer(), other, stream=stream)
+
+    call()  # what the first one makes takes its own time
     events, calls, begun = [device.event() for _ in range(4)], 0, time.monotonic()
     while time.monotonic() - begun < seconds:
-        comm.allreduce(array.buffer(), stream=stream)
+        call()
         device.record(events[calls % len(events)], stream)
         under_way.append(events[calls % len(events)])
         calls += 1
@@ -266,10 +284,17 @@ def stay_ahead(comm: hetcoll.Communicator, count: int, seconds: float) -> int:
 
 @pytest.mark.fakes
 @pytest.mark.parametrize(
-    ("env", "count"), [({"HETCOLL_REPRODUCIBLE": "1"}, 2000), ({}, 1_100_000)], ids=["kernels", "library"]
+    ("op", "env", "count"),
+    [
+        ("allreduce", {"HETCOLL_REPRODUCIBLE": "1"}, 2000),
+        ("allreduce", {}, 1_100_000),
+        ("sendrecv", {}, 20),
+        ("sendrecv", {}, 1_100_000),
+    ],
+    ids=["kernels", "library", "kernels, messages", "library, messages"],
 )
-def test_a_host_that_is_always_ahead_is_not_stuck(env: dict[str, str], count: int) -> None:
+def test_a_host_that_is_always_ahead_is_not_stuck(op: str, env: dict[str, str], count: int) -> None:
     """The end of the last call never comes: what ends before it shows that things move."""
     seconds = 2.0 * PATIENCE  # many times what all that is under way takes
     with start("nn", HETCOLL_TIMEOUT=str(seconds), jitter="1:3000", **env) as ranks:  # late, where it would compute
-        assert min(ranks.run(stay_ahead, count, 1.5 * seconds, timeout=100)) > 20
+        assert min(ranks.run(stay_ahead, op, count, 1.5 * seconds, timeout=100)) > 20

@@ -21,9 +21,10 @@ from thorough import parametrize
 import hetcoll
 from hetcoll.errors import AbortedError, CommunicationError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.planner import MOST_INSIDE
 from hetcoll.vendors.devices.kernels.table import MESSAGE_MOST, MESSAGE_WORDS
 
-SIZES = (1, 8, MESSAGE_WORDS, MESSAGE_WORDS + 4, MESSAGE_MOST, MESSAGE_MOST + 4)  # bytes
+SIZES = (1, 8, MOST_INSIDE, MOST_INSIDE + 4, MESSAGE_WORDS, MESSAGE_WORDS + 4, MESSAGE_MOST, MESSAGE_MOST + 4)  # bytes
 
 
 def of_bytes(comm: hetcoll.Communicator, values: Any) -> DeviceArray:
@@ -162,7 +163,58 @@ def beside_a_library(comm: hetcoll.Communicator) -> None:
     device.destroy_stream(stream)
 
 
-KINDS = {"nnnn": ["cuda"] * 4, "nn": ["cuda"] * 2, "nan": ["cuda", "hip", "cuda"], "np": ["cuda", "posing"]}
+def first_in_a_graph(comm: hetcoll.Communicator) -> None:
+    """The first message between two ranks may be captured, where no library has to connect them."""
+    device, other = device_of_rank(comm.rank), 1 - comm.rank
+    device.activate()
+    stream = device.stream()
+    out, into = of_bytes(comm, pattern(comm.rank, MOST_INSIDE)), of_bytes(comm, np.zeros(MOST_INSIDE))
+    comm.allreduce(out.buffer(), into.buffer(), "max").wait(60)
+    with Capture(device, stream) as captured:
+        comm.sendrecv(out.buffer(), other, into.buffer(), other, stream=stream)
+    for _ in range(6):
+        captured.replay(stream)
+    device.synchronize(stream)
+    assert (into.get() == pattern(other, MOST_INSIDE)).all()
+    captured.close()
+    device.destroy_stream(stream)
+
+
+def replay_beside_others(comm: hetcoll.Communicator) -> None:
+    """Replays on one stream and messages on another, none of which waits for the other's."""
+    device, other, turns = device_of_rank(comm.rank), 1 - comm.rank, 14
+    device.activate()
+    streams, sizes = (device.stream(), device.stream()), (9, 5003, 1)
+    outside, inside = ([of_bytes(comm, pattern(comm.rank, n, turn)) for n in sizes] for turn in (0, 1))
+    into = [[of_bytes(comm, np.zeros(n)) for n in sizes] for _ in streams]
+
+    def exchange(arrays: list[DeviceArray], to: list[DeviceArray], stream: int) -> None:
+        for array, result in zip(arrays, to, strict=True):
+            comm.sendrecv(array.buffer(), other, result.buffer(), other, stream=stream)
+
+    exchange(outside, into[0], streams[0])
+    with Capture(device, streams[1]) as captured:
+        exchange(inside, into[1], streams[1])
+    for _ in range(turns):
+        captured.replay(streams[1])
+        exchange(outside, into[0], streams[0])
+    for stream in streams:
+        device.synchronize(stream)
+    for turn, arrays in enumerate(into):
+        assert all((each.get() == pattern(other, each.size, turn)).all() for each in arrays)
+    captured.close()
+    for stream in streams:
+        device.destroy_stream(stream)
+
+
+KINDS = {
+    "nnnn": ["cuda"] * 4,
+    "nn": ["cuda"] * 2,
+    "nnn": ["cuda"] * 3,
+    "aa": ["hip"] * 2,
+    "nan": ["cuda", "hip", "cuda"],
+    "np": ["cuda", "posing"],
+}
 
 
 @pytest.fixture(params=PLACES)
@@ -185,15 +237,25 @@ def all_of_it(comm: hetcoll.Communicator) -> None:
     in_groups(comm)
 
 
-@parametrize("kinds", ["nan", "nn"], first=1)
-def test_messages_of_every_size(gpus: Callable[..., Ranks], kinds: str) -> None:
-    gpus(kinds).run(all_of_it, timeout=200)
+@parametrize(
+    ("kinds", "islands"),
+    [("nan", "0|1|2"), ("nn", "0,1"), ("nn", "0|1"), ("aa", "0,1"), ("nnn", "0,1,2"), ("nnn", "0,1|2")],
+    first=2,
+)
+def test_messages_of_every_size(gpus: Callable[..., Ranks], kinds: str, islands: str) -> None:
+    gpus(kinds, HETCOLL_ISLANDS=islands).run(all_of_it, timeout=200)
 
 
-def test_on_one_hardware_queue(gpus: Callable[..., Ranks]) -> None:
-    ranks = gpus("nn", CUDA_DEVICE_MAX_CONNECTIONS="1")
+@pytest.mark.parametrize("islands", ["0|1", "0,1"])
+def test_on_one_hardware_queue(gpus: Callable[..., Ranks], islands: str) -> None:
+    ranks = gpus("nn", CUDA_DEVICE_MAX_CONNECTIONS="1", HETCOLL_ISLANDS=islands)
     for each in (of_every_size, mixed_graph, in_order):
         ranks.run(each, timeout=100)
+
+
+@parametrize("kinds", ["nn", "aa"], first=1)
+def test_first_in_a_graph(gpus: Callable[..., Ranks], kinds: str) -> None:
+    gpus(kinds, HETCOLL_ISLANDS="0,1").run(first_in_a_graph, timeout=100)
 
 
 def test_beside_a_library_in_graphs(gpus: Callable[..., Ranks]) -> None:
@@ -221,14 +283,25 @@ def wait_in_vain(comm: hetcoll.Communicator, nbytes: int, sends: bool, then: str
     return None, 0.0
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "sends", "then", "wanted"),
-    [(8, False, "die", PeerLostError), (MESSAGE_MOST, True, "abort", AbortedError)],
+@parametrize("kinds", ["nn", "aa"], first=1)
+def test_replays_and_other_messages_at_the_same_time(gpus: Callable[..., Ranks], kinds: str) -> None:
+    gpus(kinds, HETCOLL_ISLANDS="0,1").run(replay_beside_others, timeout=200)
+
+
+@parametrize(
+    ("islands", "nbytes", "sends", "then", "wanted"),
+    [
+        ("0|1", 8, False, "die", PeerLostError),
+        ("0,1", MOST_INSIDE, True, "abort", AbortedError),
+        ("0,1", 8, False, "die", PeerLostError),
+        ("0|1", MESSAGE_MOST, True, "abort", AbortedError),
+    ],
+    first=2,
 )
 def test_a_rank_that_is_gone(
-    gpus: Callable[..., Ranks], nbytes: int, sends: bool, then: str, wanted: type[Exception]
+    gpus: Callable[..., Ranks], islands: str, nbytes: int, sends: bool, then: str, wanted: type[Exception]
 ) -> None:
-    ranks = gpus("nn")
+    ranks = gpus("nn", HETCOLL_ISLANDS=islands)
     ranks.start(wait_in_vain, nbytes, sends, then)
     (outcome,) = ranks.finish(100, only=[0])
     if then == "die":

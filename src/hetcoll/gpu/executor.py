@@ -3,7 +3,7 @@
 It comes to be at the first call with GPU buffers, which all ranks make together. Ranks tell each other what device they
 have; those that one vendor's library serves form islands (`topology`). Between the islands of one host messages pass
 through mapped slots (`slots`), by the copy engines of the GPUs, and between hosts through slots of their own or pinned
-ones, by RDMA or sockets (`proxy`); inside an island they are the vendor library's.
+ones, by RDMA or sockets (`proxy`); inside an island they are the vendor library's, or a kernel's where they are small.
 
 A call is a plan like any other, cut into pieces that fit a slot (`pipeline`), in an order that no number of hardware
 queues can turn into a deadlock (`order`), and compiled once for its counts into a list of driver calls
@@ -41,7 +41,7 @@ from .graphs import GpuGraphs
 from .lanes import PassingMemory
 from .message_kernel import MessageKernel
 from .near import NearMemory
-from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
+from .one_kernel import CAPTURED, MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
 from .pinned import PinnedMemory
 from .planner import Choice, GpuPlanner, Mechanism, by_copies
@@ -113,7 +113,9 @@ class GpuExecutor:
             if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            near = None if share.lender is None else NearMemory(device, share, meet, slots=planner.own_plans)
+            near = self._near = (
+                None if share.lender is None else NearMemory(device, share, meet, slots=planner.own_plans)
+            )
             choices = self.choices = GpuPlanner(planner, share, islands, windows, near)
             slots = near if planner.own_plans else None
             self._edges = GpuEdges(wiring, self._queue, share, self._proxies, slots, prepare, seconds)
@@ -170,7 +172,8 @@ class GpuExecutor:
         no_rings = self._proofs.rings(self._bind_gather, meet) if self._one_kernel.near else ""
         choices.settle(given_up=given_up, no_rings=no_rings, unmapped=self._edges.why_not_captured(None))
         self.look_at_windows()
-        self._plans.kernel = MessageKernel(self._device, self._share, choices.small, self._state + MESSAGES)
+        states = self._state + MESSAGES, self._state + CAPTURED + MESSAGES
+        self._plans.kernel = MessageKernel(self._device, self._share, choices.small, states, self._near)
 
     def _bind_gather(self, mine: DeviceArray, got: DeviceArray) -> Launch:
         """See `ring_proof.Bind`."""

@@ -1,9 +1,9 @@
 """Memory of GPUs of one host that one library serves, which the others have opened (IPC).
 
-It has rings and areas for what is one kernel a rank. For what is taken from the library by HETCOLL_ALGO, or where sums
-have the order of ranks, there are slots as well. What comes to a rank has slots on that rank's GPU, and copy engines of
-the others write there, over the links between the GPUs. Words of these slots are the host's, as those of all others
-(`slots`).
+It has rings and areas for collectives that are one kernel a rank, and rings for small messages. For what is taken from
+the library by HETCOLL_ALGO, or where sums have the order of ranks, there are slots as well. What comes to a rank has
+slots on that rank's GPU, and copy engines of the others write there, over the links between the GPUs. Words of these
+slots are the host's, as those of all others (`slots`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..errors import DeviceError, spell_ranks
 from ..plan.one_kernel import MOST_RANKS
 from ..plan.pieces import SLOTS
+from ..vendors.devices.kernels.table import MESSAGE_RING
 from .array import clear
 from .slots import CHANNELS, EDGES, GPU_RINGS, Rings
 
@@ -34,13 +35,14 @@ class NearMemory:
     def __init__(self, device: Device, share: GpuShare, meet: Meet, *, slots: bool) -> None:
         ranks, self._edge_bytes = len(share.locals), SLOTS * share.slot_bytes
         self.why_no_rings: str = _why_no_rings(share)
-        """Why no collective is one kernel; empty where some are."""
+        """Why no collective is one kernel, and no message is a kernel's; empty where some are."""
         peers = [peer for peer in share.locals if peer != share.rank and not share.topology.far(share.rank, peer)]
         wanted = (ranks - 1) * EDGES * self._edge_bytes if slots and peers else 0
         self._slots = _Region(device, share, wanted)
         regions = [self._slots]
         if not self.why_no_rings:
-            regions.append(_Region(device, share, 2 * GPU_RINGS.nbytes, uncached=True))
+            nbytes = 2 * (GPU_RINGS.nbytes + (ranks - 1) * MESSAGE_RING)
+            regions.append(_Region(device, share, nbytes, uncached=True))
         told = meet("memory of GPUs", json.dumps([region.shared() for region in regions]).encode())
         for peer in peers:
             for region, words in zip(regions, json.loads(told[peer]), strict=True):
@@ -59,6 +61,12 @@ class NearMemory:
     def rings(self) -> tuple[Rings, Rings]:
         """Where this GPU sees those of each rank, if they have any, and those of captured calls."""
         return Rings(GPU_RINGS, self._rings), Rings(GPU_RINGS, [at + GPU_RINGS.nbytes for at in self._rings])
+
+    def message_rings(self, src: int, dst: int) -> tuple[int, int]:
+        """Where this GPU sees those of small messages from `src` to `dst`, on whose GPU they are, and of captured
+        ones."""
+        first = self._rings[dst] + 2 * GPU_RINGS.nbytes + 2 * (src - (src > dst)) * MESSAGE_RING
+        return first, first + MESSAGE_RING
 
     def at(self, src: int, dst: int, channel: int, *, captured: bool = False) -> int:
         """Where this GPU sees the slots from `src` to `dst`, of which this rank is one; 0 where they are the host's."""

@@ -24,8 +24,8 @@ _LEAST_CHUNK, _PACK = 4 << 10, 16
 _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * max(HOST_RINGS.blocks, GPU_RINGS.blocks)  # where in the state lie 8 bytes that stay 0
 MESSAGES = ZERO + 8  # where that of message kernels begins
-_CAPTURED = MESSAGES + MESSAGE_STATE_BYTES  # where that of captured calls begins
-STATE_BYTES = _CAPTURED + ZERO
+CAPTURED = MESSAGES + MESSAGE_STATE_BYTES  # where the same of captured calls begins
+STATE_BYTES = 2 * CAPTURED
 
 assert one_kernel.MOST_RANKS == ONESHOT_RANKS
 
@@ -49,7 +49,7 @@ class OneKernel:
         ordered: bool,
     ) -> None:
         self._queue, self._device, self._share = queue, device, share
-        self._ways = list(zip(rings, (state, state + _CAPTURED), strict=False))
+        self._ways = list(zip(rings, (state, state + CAPTURED), strict=False))
         self._rank, self._size, self._ordered = rank, size, ordered
         self.near = any(each.at for each in rings[1:])
         """Whether these rings are in the GPUs' own memory."""

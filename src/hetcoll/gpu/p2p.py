@@ -1,8 +1,9 @@
 """Messages between GPUs: one, one each way, or a group that is under way together.
 
-Between islands they go through slots, inside one by the vendor library's send and receive. A library connects two ranks
-for messages when both call it, and holds up the host until then (NCCL: "Point-to-point communication"); 446 MiB of an
-H200's memory and 0.2 s a pair is what that takes, so only ranks that send to each other are connected.
+Small ones are a kernel's (`message_kernel`). Others go through slots between islands, inside one by the vendor
+library's send and receive. A library connects two ranks for messages when both call it, and holds up the host until
+then (NCCL: "Point-to-point communication"); 446 MiB of an H200's memory and 0.2 s a pair is what that takes, so only
+ranks that send it something to each other are connected.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..vendors.devices.base import URGENT
 from . import float8
 from .deadlines import Deadlines
 from .lanes import SideStream
-from .planner import GpuPlanner
+from .planner import Carrier, GpuPlanner, by_library
 from .plans import GpuPlans
 from .shared import GpuShare, Note
 from .work import Enqueued, GpuWork
@@ -108,7 +109,7 @@ class GpuMessages:
             return bound
 
         with self._deadlines.call(ends.describe, stream, async_op, seconds) as (on, apart):
-            self._connect((ends.dest, ends.source), on)
+            self._connect(ends.halves, on)
             self._calls.run(self._planner.bound("gpu message", key, bind), *ends.addresses, on, not apart)
 
     def _load_ahead(self) -> None:
@@ -164,13 +165,17 @@ class GpuMessages:
             notes = [note for m in messages for note in self._share.notes(m.alone)]
             return self._path.bound(plan, what, notes, DType.UINT8, [m.buffer.dtype for m in (*sends, *recvs)])
 
-        self._connect([m.peer for m in messages], stream)
+        self._connect(messages, stream)
         bound = self._planner.bound("gpu group", key, bind)
         self._calls.run_group(bound, [m.buffer.ptr for m in (*sends, *recvs)], stream, True)
 
-    def _connect(self, peers: Collection[int], stream: int) -> None:
-        """Before the first message to or from each: both ways at once, so that two ranks that send first do not wait
-        for each other."""
+    def _connect(self, messages: Sequence[Message], stream: int) -> None:
+        """Before the library's first message to or from each: both ways at once, so that two ranks that send first do
+        not wait for each other."""
+        if not self._strangers:
+            return
+        carrier = self._choices.carrier
+        peers = [m.peer for m in messages if carrier(m.peer, m.buffer.nbytes) is Carrier.LIBRARY]
         fresh = self._strangers.intersection(peers)
         if not fresh:
             return
@@ -180,7 +185,7 @@ class GpuMessages:
                 f" {spell_ranks(fresh)} to this one; wanted a message between them before"
             )
         ends = [(peer, 1) for peer in sorted(fresh)]
-        plan = self._plans.messages(DType.UINT8, ends, ends, self._choices.carrier, apart=True)
+        plan = self._plans.messages(DType.UINT8, ends, ends, by_library, apart=True)
         bound = self._path.bound(plan, "first message", [], DType.UINT8, [DType.UINT8] * 2 * len(ends))
         self.awaited = fresh
         try:

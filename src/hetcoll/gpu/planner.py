@@ -41,7 +41,8 @@ PULLED = {
     Collective.BROADCAST: "direct",
 }  # fmt: skip
 """The algorithms whose messages pulls take the place of."""
-MOST_BY_KERNEL = MESSAGE_MOST  # bytes of a message up to which a kernel beats copies
+MOST_BY_KERNEL = MESSAGE_MOST  # bytes of a message up to which a kernel beats copies, and
+MOST_INSIDE = 64 << 10  # inside an island a library
 _PULLED_NAMES = ", ".join(f"{collective.label}:{name}" for collective, name in PULLED.items())
 
 
@@ -98,6 +99,11 @@ def by_copies(peer: int, nbytes: int) -> Carrier:
     return Carrier.COPIES
 
 
+def by_library(peer: int, nbytes: int) -> Carrier:
+    """For what has the library connect two ranks."""
+    return Carrier.LIBRARY
+
+
 class GpuPlanner:
     """Chooses for this rank, of what `planner` knows of the communicator. `windows` are those that all GPUs see, by
     number; they come and go. `near`: where one library serves all ranks."""
@@ -112,10 +118,11 @@ class GpuPlanner:
     ) -> None:
         self._planner, self._share, self._islands, self._windows = planner, share, islands, windows
         self._rank, self._size = share.rank, len(islands.alone)
+        self._near = near is not None
         self._library = str(islands.island.library) if islands.island is not None else "their vendors' library"
         self._all_mates = frozenset(islands.mates(self._rank))
         self.mates = self._all_mates.intersection(share.locals)
-        """The ranks to which messages go by the library, this one among them."""
+        """The ranks to which messages go by the library, this one among them, but for the `small` ones."""
         self.small: frozenset[int] = frozenset()
         """The ranks to which small messages are a kernel's: none until `settle`."""
         self._no_kernel = self._why_no_kernels() if near is None else near.why_no_rings
@@ -144,8 +151,10 @@ class GpuPlanner:
     def _why_no_message_kernel(self, peer: int) -> str:
         """Why messages to `peer`, or from there, are never the kernel's; empty where small ones are."""
         share, rank = self._share, self._rank
-        if peer == rank or peer in self.mates:
+        if peer == rank or (peer in self.mates and not self._near):
             return "something else carries them"
+        if peer in self.mates:
+            return self._no_kernel  # which has rings where they have
         if share.topology.far(rank, peer):
             return "no memory is mapped on both"
         if len(share.locals) > ONESHOT_RANKS:
@@ -284,11 +293,12 @@ class GpuPlanner:
 
     def carrier(self, peer: int, nbytes: int) -> Carrier:
         """Of a message between this rank and `peer`, either way: that rank chooses alike."""
-        if peer in self.mates:
+        inside = peer in self.mates
+        if peer in self.small and 0 < nbytes <= (MOST_INSIDE if inside else MOST_BY_KERNEL):
+            return Carrier.KERNEL
+        if inside:
             return Carrier.LIBRARY
-        if peer == self._rank:
-            return Carrier.ITSELF
-        return Carrier.KERNEL if peer in self.small and 0 < nbytes <= MOST_BY_KERNEL else Carrier.COPIES
+        return Carrier.ITSELF if peer == self._rank else Carrier.COPIES
 
     def part_carrier(self, choice: Choice) -> Callable[[int, int], Carrier]:
         """The same for the parts of an all-to-all that was chosen to be `Mechanism.MESSAGES`."""

@@ -165,21 +165,20 @@ class GpuPlans(Generic[S]):
         """Messages to peers and from peers, all under way together. Those to oneself match in their order. `call`: they
         are what it consists of; `apart`: each has a buffer of its own; `whole`: each fits a slot, and is not cut.
 
-        What one rank sends to another is numbered, pieces and small messages alike, so both know it by one number. All
-        is enqueued in the order of numbers: the small messages of each, which are one kernel, then sends, then
-        receives. So what peers need comes before what this rank waits for, and nothing overtakes what is before it on
-        its way to a peer that makes a call of each message. What the library does comes last.
+        What one rank sends to another is numbered: pieces, small messages, and what the library carries between two of
+        these. So both know it by one number. All is enqueued in the order of numbers: the small messages of each, which
+        are one kernel, then sends, then receives, then what the library does. So what peers need comes before what this
+        rank waits for, and nothing overtakes what is before it on its way to a peer that makes a call of each message.
         """
         channel = channel if call is None else 0  # messages of two ranks are numbered along the edge
         out = self._half(Op.SEND, channel, dtype.itemsize, sends, carrier, whole)
         into = self._half(Op.RECV, channel, dtype.itemsize, recvs, carrier, whole)
-        numbered = sorted((*out.pieces, *into.pieces), key=lambda piece: (piece[0], piece[1].op))
+        parts = {n: _parts(out.rows.get(n, []), into.rows.get(n, [])) for n in {*out.rows, *into.rows}}
+        inside = [(n, Step(Op.LOCAL, 3, local=Local(Collective.ALLTOALL, parts=each))) for n, each in parts.items()]
+        numbered = sorted((*out.pieces, *into.pieces, *inside), key=lambda piece: (piece[0], piece[1].op))
         base = len(sends) if apart else 1
         kernels = self._kernels(out.small, into.small, base, [number for number, _ in numbered])
         numbered += [(0, Step(Op.COPY, 2, src, dst)) for src, dst in zip(out.own, into.own, strict=True)]
-        if out.rows or into.rows:
-            what = Local(Collective.ALLTOALL, parts=_parts(out.rows, into.rows))
-            numbered.append((0, Step(Op.LOCAL, 3, local=what)))
         levels = [_level(number, step.op) for number, step in numbered]
         steps = tuple(step for _, step in numbered)
         units = (len(out.table) - 1, len(into.table) - 1)
@@ -212,17 +211,21 @@ class GpuPlans(Generic[S]):
         carrier: Carry,
         whole: bool,
     ) -> _Half:
-        half, numbers = _Half([0], [], [], [], [], []), Counter[int]()
+        half, numbers = _Half([0], [], [], [], {}, []), Counter[int]()
         buf = Buf.SEND if op is Op.SEND else Buf.RECV
-        inside: dict[int, list[Span]] = {mate: [] for mate in self._mates}
+        inside: dict[int, dict[int, list[Span]]] = {}  # by number and mate
+        behind = set[int]()  # the mates of whom the last message was the library's
         for i, (peer, count) in enumerate(messages):
             at, by = len(half.table) - 1, carrier(peer, count * item)
             cuts = (0, 1) if whole or by is not Carrier.COPIES else self._cuts(count * item)
             if by is Carrier.LIBRARY:
-                inside[peer].append(Span(buf, at))
+                inside.setdefault(numbers[peer], {mate: [] for mate in self._mates})[peer].append(Span(buf, at))
+                behind.add(peer)
             elif by is Carrier.ITSELF:
                 half.own.append(Span(buf, at))
             elif by is Carrier.KERNEL:
+                numbers[peer] += peer in behind
+                behind.discard(peer)
                 half.small.append((numbers[peer], Small(i, peer, count * item)))
                 numbers[peer] += 1
             elif count > 0:
@@ -233,7 +236,7 @@ class GpuPlans(Generic[S]):
                     numbers[peer] += 1
             half.begins.append(half.table[-1])
             half.table.extend(half.begins[-1] + x for x in _aligned(count, cuts[-1], max(1, GRAIN // item)))
-        half.rows.extend(zip_longest(*inside.values()))
+        half.rows.update((number, [*zip_longest(*each.values())]) for number, each in inside.items())
         return half
 
     def _cuts(self, nbytes: int) -> tuple[int, ...]:
@@ -278,7 +281,7 @@ class DeviceBinder:
             recv_table=tables[1],
             order=made.order,
             levels=made.level,
-            lag=LAG,
+            lag=2 * LAG if plan.collective is Collective.P2P else LAG,
             edges=self._link(plan),
             reduce=reduce,
             scale=scale,
@@ -312,8 +315,8 @@ class DeviceBinder:
 
 def _level(number: int, op: Op) -> int:
     """Of a piece with this number, or of a kernel of such messages, which is as sends are (`order.levels`). What the
-    library does has one that no kernel has."""
-    return 0 if op is Op.LOCAL else 1 + number // SLOTS * 2 * LAG + number % SLOTS + LAG * int(op is Op.RECV)
+    library does has one that no kernel has, so there are twice as many as elsewhere."""
+    return 2 * (number // SLOTS * 2 * LAG + number % SLOTS + LAG * int(op is Op.RECV)) + int(op is Op.LOCAL)
 
 
 def _aligned(count: int, units: int, grain: int) -> list[int]:
@@ -328,7 +331,7 @@ class _Half(NamedTuple):
     begins: list[int]  # those at which messages do
     pieces: list[tuple[int, Step]]  # with their numbers
     own: list[Span]  # to this rank itself, or from it
-    rows: list[tuple[Span | None, ...]]  # by the island's library: a message of each member, or none
+    rows: dict[int, list[tuple[Span | None, ...]]]  # by the island's library: a message of each member, or none
     small: Smalls  # by kernels
 
 
