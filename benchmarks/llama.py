@@ -12,6 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from shapes import Shape
 from torch import Tensor, nn
 
+_AT_ONCE = 1 << 24  # elements
+_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # SplitMix64's, as signed numbers
+
 
 class Position:
     """Where the next token belongs, and which of `most` places it sees. It is on the device, so that a step that a
@@ -102,11 +105,28 @@ def layers(s: Shape, cut: Callable[[nn.Module, int], nn.Module] = whole) -> list
 
     `cut` gets each part and its place in that order as soon as it is made, and gives what the rank keeps of it.
     """
-    torch.manual_seed(0)
+
+    def made(part: nn.Module, at: int) -> nn.Module:
+        for number, weight in enumerate(each for each in part.parameters() if each.dim() == 2):
+            bound = 3**0.5 if isinstance(part, nn.Embedding) else weight.shape[1] ** -0.5
+            _fill(weight.data.view(-1), bound, 16 * at + number)
+        return cut(part, at)
+
     head = nn.Sequential(nn.RMSNorm(s.width), nn.Linear(s.width, s.vocabulary, bias=False))
-    last = cut(head, s.layers + 1)
-    first = cut(nn.Embedding(s.vocabulary, s.width), 0)
-    return [first, *(cut(Block(s), 1 + at) for at in range(s.layers)), last]
+    last = made(head, s.layers + 1)
+    first = made(nn.Embedding(s.vocabulary, s.width), 0)
+    return [first, *(made(Block(s), 1 + at) for at in range(s.layers)), last]
+
+
+def _fill(weight: Tensor, bound: float, number: int) -> None:
+    """Evenly between -bound and bound, by each element's place: a GPU and a CPU draw other numbers from one seed."""
+    for begin in range(0, len(weight), _AT_ONCE):
+        part = weight[begin : begin + _AT_ONCE]
+        mixed = torch.arange(begin, begin + len(part), device=weight.device)
+        for factor in _ODD:
+            mixed.add_(number + 1).mul_(factor)
+            mixed.bitwise_xor_((mixed >> 31) & 0x1FFFFFFFF)
+        part.copy_(((mixed & 0xFFFFFF) - 0x800000).float().mul_(bound / 0x800000))
 
 
 def text() -> Tensor:

@@ -34,14 +34,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from ports import free_port
 from serving_caches import Shape, gpu
-from serving_ways import SECONDS
+from serving_ways import NIXL, SECONDS, present
 from staying import StayingRanks
 
 HOST_WAYS = ("socket", "gloo", "nixl tcp", "nixl shm", "hetcoll tcp", "hetcoll shm")
 GPU_WAYS = ("pinned copy gpu>gpu", "gpu copy gpu>gpu", "gloo gpu>gpu", "nccl gpu>gpu", "nixl gpu>gpu",
             "hetcoll direct gpu>gpu", *(f"hetcoll {link} {places}" for link in ("tcp", "shm")
                                         for places in ("gpu>gpu", "gpu>cpu", "cpu>gpu")))  # fmt: skip
-MODULES = {"gloo": "torch", "nccl": "torch", "nixl": "nixl_cu12"}
+MODULES = {"gloo": ("torch",), "nccl": ("torch",), "nixl": NIXL}
 
 
 class Pair(StayingRanks):
@@ -69,13 +69,10 @@ def _variables(way: str) -> Mapping[str, str]:
         found["UCX_TLS"] = "tcp,self" if tcp else "tcp,shm,cma,self"  # shared memory goes first
         if Path("/dev/nvidiactl").exists():  # NIXL refuses what could not reach the GPUs of its machine
             found["UCX_TLS"] += ",cuda_copy"
-    if (
-        way.startswith("nixl")
-        and importlib.util.find_spec("nvidia")
-        and (runtime := importlib.util.find_spec("nvidia.cuda_runtime"))
-    ):  # of CUDA 12, for UCX, which knows no path to it
-        folders = [f"{each}/lib" for each in runtime.submodule_search_locations or ()]
-        found["LD_LIBRARY_PATH"] = ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")])
+    if way.startswith("nixl") and (nvidia := importlib.util.find_spec("nvidia")):  # UCX knows no path to CUDA's wheel
+        folders = nvidia.submodule_search_locations or ()
+        libraries = [str(each.parent) for at in folders for each in Path(at).glob("*/lib/libcudart.so.*")]
+        found["LD_LIBRARY_PATH"] = ":".join([*libraries, os.environ.get("LD_LIBRARY_PATH", "")])
     return found
 
 
@@ -83,7 +80,7 @@ def chosen(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """The ways, and the Pythons that have another library than this one."""
     if options.device:
         os.environ["BENCH_DEVICE"] = options.device
-        missing = {name for name, module in MODULES.items() if importlib.util.find_spec(module) is None}
+        missing = {name for name, modules in MODULES.items() if present(modules) is None}
         missing |= {"gloo", "nccl", "nixl"} if options.device == "hip" else set()
         print(f"{gpu(0).name}; without {', '.join(sorted(missing)) or 'nothing'}", flush=True)
         return _filtered([way for way in GPU_WAYS if way.split()[0] not in missing], options.ways), {}

@@ -7,10 +7,13 @@ put begins when the oldest of those under way is over.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,12 @@ from launched import Meeting
 from serving_caches import Cache, Shape, gpu
 
 SECONDS = 300
+NIXL = ("nixl_cu13", "nixl_cu12")
+
+
+def present(modules: Sequence[str]) -> str | None:
+    """The first of them that this Python has."""
+    return next((name for name in modules if importlib.util.find_spec(name)), None)
 
 
 class Way:
@@ -186,9 +195,8 @@ class Nixl(Way):
         super().__init__(rank, name)
         if self.on_gpu:
             gpu(rank).activate()
-        from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-        self._agent = nixl_agent(str(rank), nixl_agent_config(backends=["UCX"]))
+        api = importlib.import_module(f"{present(NIXL)}._api")
+        self._agent = api.nixl_agent(str(rank), api.nixl_agent_config(backends=["UCX"]))
         self._kind = "VRAM" if self.on_gpu else "DRAM"
         self._registered: Any = None
         self._due = 0  # notifications

@@ -3,6 +3,7 @@
     python benchmarks/weights.py                                          # small, on CPUs, beside Gloo
     python benchmarks/weights.py --device cuda --ranks 2 --models billion qwen2-7b
     HETCOLL_ISLANDS='0|1' python benchmarks/weights.py --device cuda --ranks 2
+    python benchmarks/weights.py --ranks 4 --hosts 2 --rate 1gbit         # over links of a known rate; as root
 
 Each rank holds its part of every weight as `--trainers` ranks have it (FSDP: rows), and gets its part as servers do
 (tensor parallel: columns; or all of it). Both may be all ranks, or ranks that are not the same. The ways take turns,
@@ -11,7 +12,9 @@ whole on every server. Results are new tensors, but for "in place", which writes
 
 The peers are DTensor's `redistribute`, which wants one mesh on both sides, and a broadcast of each trainer's part of
 each weight to all ranks, which keep what is theirs. GB/s are the model's bytes by time. The limit is what the busiest
-rank has to send or to receive, as one plain send or one plain copy, whichever is faster. Needs PyTorch.
+rank has to send or to receive, as one plain send or one plain copy, whichever is faster. With `--hosts` ranks are in
+network namespaces, servers may be one group on each host as well, and the limit is the link of the host that lacks
+most. Needs PyTorch.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from places import Place, commands
+from shaped import FRAMES, bits, shaped
 from shapes import SHAPES, Shape
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -40,6 +45,7 @@ from hetcoll.torch import layout, reshard, reshard_all
 OURS = "hetcoll"
 DTYPE = torch.bfloat16
 LIMITS = ("plain send", "plain copy")
+ON_HOSTS = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "HETCOLL_SPIN_US": "0"}  # they share the cores
 
 
 def weights_of(s: Shape) -> list[tuple[int, ...]]:
@@ -57,13 +63,15 @@ class Case:
     sources: range
     targets: range
     placement: Placement
+    groups: int = 1  # of targets, each of which gets all
 
     def __str__(self) -> str:
         where = (
             f"{len(self.sources)} to {len(self.targets)} other ranks" if self.apart else f"{len(self.sources)} ranks"
         )
         shards = isinstance(self.placement, Shard) and len(self.targets) > 1
-        return f"{where}, Shard(0) to {'Shard(1)' if shards else 'Replicate()'}"
+        each = f" in each of {self.groups} groups" if self.groups > 1 else ""
+        return f"{where}, Shard(0) to {'Shard(1)' if shards else 'Replicate()'}{each}"
 
     @property
     def apart(self) -> bool:
@@ -73,7 +81,8 @@ class Case:
         return self.placement if len(shape) > 1 else Replicate()
 
     def layouts(self, shape: Sequence[int]) -> tuple[Layout, Layout]:
-        return layout(shape, self.sources, [Shard(0)]), layout(shape, self.targets, [self.placed(shape)])
+        mesh = torch.tensor(self.targets).view(self.groups, -1)
+        return layout(shape, self.sources, [Shard(0)]), layout(shape, mesh, [Replicate(), self.placed(shape)])
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -93,12 +102,24 @@ class Case:
                     got[to] += volume(part)
         return max(*sent.values(), *got.values()) * int(DTYPE.itemsize)
 
+    def lacked(self, shapes: Sequence[tuple[int, ...]], hosts: Sequence[Sequence[int]]) -> int:
+        """Bytes of all weights that the ranks of some host want, and none of these holds."""
+        found = dict.fromkeys(range(len(hosts)), 0)
+        for source, target in map(self.layouts, shapes):
+            for number, ranks in enumerate(hosts):
+                wanted = {box for rank, box in target.boxes.items() if rank in ranks}
+                far = (box for rank, box in source.boxes.items() if rank not in ranks)
+                parts = {both for held in far for box in wanted if (both := common(held, box))}
+                found[number] += sum(map(volume, parts))
+        return max(found.values()) * int(DTYPE.itemsize)
 
-def cases(ranks: int, trainers: int) -> list[Case]:
+
+def cases(ranks: int, trainers: int, hosts: int) -> list[Case]:
     every, servers = range(ranks), range(trainers, ranks)
     asked = [(every, Shard(1)), (every, Replicate()), (range(trainers), Shard(1)), (range(trainers), Replicate())]
     found = [Case(first, every if first == every else servers, to) for first, to in asked]
-    return found[:3] if len(servers) == 1 else found  # one server has all, either way
+    found = found[:3] if len(servers) == 1 else found  # one server has all, either way
+    return found + [Case(every, every, Shard(1), hosts)] * (hosts > 1)
 
 
 def expected(box: Box, number: int, device: torch.device) -> Tensor:
@@ -133,7 +154,7 @@ class Rank:
             OURS: self.at_once, f"{OURS}, in place": self.in_place, f"{OURS}, weight by weight": self.by_weight,
             f"{OURS}'s broadcast": lambda: self.broadcast(self.comm.broadcast),
         }  # fmt: skip
-        if not case.apart:
+        if not case.apart and case.groups == 1:
             ways[f"redistribute, {self.backend}"] = self.redistribute
         ways[f"broadcast, {self.backend}"] = lambda: self.broadcast(dist.broadcast)
         return ways | dict(zip(LIMITS, (self.send, self.copy), strict=True))
@@ -225,9 +246,10 @@ class Rank:
         return float(most), int(every)
 
 
-def measured(rank: Rank, case: Case, s: Shape, rounds: int) -> tuple[dict[str, list[float]], int]:
+def measured(rank: Rank, case: Case, s: Shape, rounds: int, hosts: bool) -> tuple[dict[str, list[float]], int]:
     """Seconds of each round of each way, and wrong elements; the first round is verified, but does not count."""
     ways, wrong, seed = rank.begin(case, weights_of(s)), 0, 0
+    ways = {name: way for name, way in ways.items() if name not in LIMITS or not hosts}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name in reversed(ways) if turn % 2 else ways:
@@ -238,10 +260,11 @@ def measured(rank: Rank, case: Case, s: Shape, rounds: int) -> tuple[dict[str, l
     return times, wrong
 
 
-def rows(times: dict[str, list[float]], nbytes: int) -> list[str]:
-    """Medians: milliseconds, the model's GB/s, how many times as fast as the best peer, the part of the limit."""
+def rows(times: dict[str, list[float]], nbytes: int, link: float) -> list[str]:
+    """Medians: milliseconds, the model's GB/s, how many times as fast as the best peer, the part of the limit; that is
+    `link`, in seconds, where ranks are on hosts."""
     took = {name: statistics.median(each) for name, each in times.items()}
-    limit = min(took[name] for name in LIMITS)
+    limit = link or min(took[name] for name in LIMITS)
     peer = min(each for name, each in took.items() if name not in LIMITS and not name.startswith(OURS))
     found = []
     for name, each in took.items():
@@ -262,32 +285,52 @@ def run(args: argparse.Namespace) -> int:
     hetcoll.torch.register()
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
     rank, figures, failed = Rank(device), [], 0
+    hosts = [range(at, at + rank.size // args.hosts) for at in range(0, rank.size, rank.size // args.hosts)]
     if rank.rank == 0:
         what = torch.cuda.get_device_name() if args.device == "cuda" else "CPUs"
         print(f"{rank.size} ranks on {what}, PyTorch {torch.__version__}, {DTYPE}, medians of {args.rounds} rounds.\n")
         print("| Model | Layouts | Way | ms | GB/s | Times the best peer | Of the limit |")
         print("| --- | --- | --- | ---: | ---: | ---: | ---: |", flush=True)
     for model in args.models:
-        for case in cases(rank.size, args.trainers):
-            times, wrong = measured(rank, case, SHAPES[model], args.rounds)
+        for case in cases(rank.size, args.trainers, args.hosts):
+            times, wrong = measured(rank, case, SHAPES[model], args.rounds, args.hosts > 1)
             failed += wrong
             if rank.rank == 0:
                 nbytes = SHAPES[model].parameters * DTYPE.itemsize
-                for row in rows(times, nbytes):
+                lacked = case.lacked(weights_of(SHAPES[model]), hosts)
+                link = lacked / (bits(args.rate) * FRAMES)
+                for row in rows(times, nbytes, link):
                     print(f"| {model}, {nbytes / 1e9:.3g} GB | {case} | {row} |", flush=True)
                 if wrong:
                     print(f"WRONG: {wrong} elements of {model}, {case}", flush=True)
-                figures.append({"model": model, "case": str(case), "busiest": rank.busiest, "seconds": times})
+                figures.append(
+                    {"model": model, "case": str(case), "busiest": rank.busiest, "lacked": lacked, "seconds": times}
+                )
     if args.json and rank.rank == 0:
         args.json.write_text(json.dumps({"schema": 1, "figures": figures, "wrong": failed}, indent=1) + "\n")
     dist.destroy_process_group()
     return int(failed > 0)
 
 
+def on_hosts(args: argparse.Namespace, ranks: int) -> int:
+    """The largest status of the ranks."""
+    with shaped(args.hosts, args.rate, 256 << 10) as net:
+        places = [Place(host=net.hosts[rank * args.hosts // ranks]) for rank in range(ranks)]
+        words = [[sys.executable, __file__, *sys.argv[1:]]] * ranks
+        started = [subprocess.Popen(one, env=env) for one, env in commands(words, ON_HOSTS, places)]
+        try:
+            return max(abs(each.wait()) for each in started)
+        finally:
+            for each in started:
+                each.kill()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="where no launcher has started this")
+    parser.add_argument("--hosts", type=int, default=1, help="network namespaces, with as many ranks each")
+    parser.add_argument("--rate", default="1gbit", help="of each host's card, in tc's words")
     parser.add_argument("--trainers", type=int, help="of the ranks, where servers are others (default: half)")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["small"])
     parser.add_argument("--rounds", type=int, default=5)
@@ -297,8 +340,14 @@ def main() -> int:
     args.trainers = ranks // 2 if args.trainers is None else args.trainers
     if not 0 < args.trainers < ranks:
         parser.error(f"--trainers: wanted 1 to {ranks - 1} of {ranks} ranks, got {args.trainers}")
+    if args.hosts < 1 or ranks % args.hosts:
+        parser.error(f"--hosts: wanted a divisor of {ranks} ranks, got {args.hosts}")
+    if args.hosts > 1 and args.device != "cpu":
+        parser.error(f"--hosts: wanted with --device cpu, got {args.device}")
     if "RANK" in os.environ:
         return run(args)
+    if args.hosts > 1:
+        return on_hosts(args, ranks)
     launcher = [sys.executable, "-m", "hetcoll", "run", "--no-prefix", "-n", str(ranks)]
     env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
     return subprocess.call([*launcher, __file__, *sys.argv[1:]], env=env)

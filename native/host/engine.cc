@@ -350,6 +350,20 @@ std::vector<std::uint64_t> Engine::Sent() {
   return sent;
 }
 
+Copies Engine::Copied() {
+  Copies copies;
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  for (const auto& port : links_.send) {
+    if (port.end != nullptr) port.end->CountCopies(copies);
+  }
+  for (const auto& port : links_.recv) {
+    if (port.end != nullptr) port.end->CountCopies(copies);
+  }
+  return copies;
+}
+
 double Engine::still_seconds() const {
   const std::int64_t since = still_ns_.load(std::memory_order_relaxed);
   if (since == 0 || moves() != still_moves_.load(std::memory_order_relaxed)) return 0;

@@ -199,6 +199,8 @@ class Engine {
   std::pair<std::uint64_t, std::uint64_t> Through(int peer, int channel, bool sends);
   // Bytes that ever went to each rank. Callable from any thread.
   std::vector<std::uint64_t> Sent();
+  // By its links through shared memory. Callable from any thread.
+  Copies Copied();
   // For how long nothing has moved, of what is waited for; 0 unless it waits.
   double still_seconds() const;
 

@@ -99,6 +99,12 @@ void BindVerbs(Class& c, Of of) {
              out["checked_bytes"] = integrity.checked_bytes.get();
              out["spoiled_pieces"] = integrity.spoiled.get();
              out["resent_pieces"] = integrity.resent.get();
+             if constexpr (requires { of(self).Copied(); }) {
+               const Copies copies = of(self).Copied();
+               out["shm_staged_bytes"] = copies.staged;
+               out["shm_lent_bytes"] = copies.lent;
+               out["shm_copied_bytes"] = copies.taken;
+             }
              out["tcp_reconnects"] = of(self).reconnects();
              return out;
            })

@@ -160,6 +160,9 @@ class FaultySend final : public SendEnd {
   void Count(Holdings& held) const override {
     if (link_->ends.send != nullptr) link_->ends.send->Count(held);
   }
+  void CountCopies(Copies& copies) const override {
+    if (link_->ends.send != nullptr) link_->ends.send->CountCopies(copies);
+  }
   bool FinalWithoutPeer() const override {
     return !mood_.resting() && link_->ends.send != nullptr && link_->ends.send->FinalWithoutPeer();
   }
@@ -239,6 +242,9 @@ class FaultyRecv final : public RecvEnd {
     if (mood_.stalling()) return;
     if (Held()) fds.push_back(link_->ready->Poll());
     if (link_->ends.recv != nullptr) link_->ends.recv->AddPoll(fds);
+  }
+  void CountCopies(Copies& copies) const override {
+    if (link_->ends.recv != nullptr) link_->ends.recv->CountCopies(copies);
   }
   bool FinalWithoutPeer() const override {
     return !Held() && link_->ends.recv != nullptr && link_->ends.recv->FinalWithoutPeer();

@@ -71,6 +71,14 @@ struct Holdings {
   std::size_t pinned_bytes = 0;
 };
 
+// What the processor has copied of a link's messages since it was made, and what it need not: bytes put into memory
+// that both sides have, or lent there, and bytes taken to where they were to be.
+struct Copies {
+  std::uint64_t staged = 0;
+  std::uint64_t lent = 0;
+  std::uint64_t taken = 0;
+};
+
 class SendEnd {
  public:
   virtual ~SendEnd() = default;
@@ -125,6 +133,8 @@ class SendEnd {
 
   // Adds what the link of this end holds, for both of its directions.
   virtual void Count(Holdings& held) const { static_cast<void>(held); }
+  // Adds what it has copied; only where that is to or from memory that both sides have.
+  virtual void CountCopies(Copies& copies) const { static_cast<void>(copies); }
 
   // Nothing more will be pushed: the peer may see the end behind what was.
   virtual void Finish() {}
@@ -180,6 +190,9 @@ class RecvEnd {
   virtual bool Silent() const { return false; }
   // Whether, once a look has found nothing, poll() alone tells of all that comes.
   virtual bool Polled() const { return false; }
+
+  // See SendEnd.
+  virtual void CountCopies(Copies& copies) const { static_cast<void>(copies); }
 
   // Threads that help with what it brings.
   virtual Team* team() const { return nullptr; }

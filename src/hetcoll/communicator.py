@@ -588,7 +588,9 @@ class Communicator:
     def counters(self) -> dict[str, int]:
         """What this rank has counted since the communicator came to be, for tests and for people.
 
-        ``collectives`` and ``messages`` that were started; with RDMA also pieces and bytes sent, copied and lent,
+        ``collectives`` and ``messages`` that were started. ``shm_staged_bytes`` were copied to where ranks of the host
+        read them, ``shm_lent_bytes`` are read where they lie, and ``shm_copied_bytes`` came to their place through
+        shared memory, by a copy; with RDMA also pieces and bytes sent, copied and lent,
         pieces that were sent again, rails lost, under ``memory_`` what is registered, under ``gpu_`` the
         same of what GPUs send to other hosts; with compression
         ``compressed_before`` and ``compressed_after``, bytes of the messages that it made smaller, ``residual_bytes``

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import fakes
+import netns
 import pytest
 from installed import import_torch
 from patience import DEADLINE
@@ -359,6 +360,26 @@ def test_table_of_training() -> None:
     told = t.balance_text(balanced | {f"loss {phase}": 2.0 for phase in t.PHASES}, 4)
     assert "50 % of the tokens/s of equal GPUs with equal parts, 80 % with" in told
     assert "the GPUs leave 88 %, so balance reaches 0.914 of its share" in told
+
+
+@pytest.mark.thorough
+def test_weights_between_hosts(tmp_path: Path) -> None:
+    """Two hosts of two ranks: what none of a host's ranks holds is the limit, and groups of servers are a case."""
+    import_torch()
+    if why := netns.why_not():
+        pytest.skip(why)
+    words = ["--ranks", "4", "--hosts", "2", "--models", "tiny", "--rounds", "1", "--json", str(tmp_path / "found")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(BENCHMARKS / "weights.py"), *words]
+    ended = subprocess.run(command, env=env, timeout=DEADLINE, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads((tmp_path / "found").read_text())["figures"]
+    assert figures[-1]["case"] == "4 ranks, Shard(0) to Shard(1) in each of 2 groups"
+    assert all("plain send" not in each["seconds"] for each in figures)
+    nbytes = 2 * shapes.SHAPES["tiny"].parameters
+    lacked = [each["lacked"] for each in figures]
+    assert lacked[2:4] == [nbytes, nbytes]  # the servers' host has nothing
+    assert lacked[1] == lacked[4] == nbytes // 2  # each host has half
 
 
 @pytest.mark.thorough

@@ -26,6 +26,7 @@ import seeds_models
 PIECES = ("--batch", "4", "--pieces", "2")
 TINY = ("--models", "tiny", "--turns", "1", "--steps", "2")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("fakes", marks=pytest.mark.fakes)])
+MIXED = places.Halves("fake cuda", "cpu", "a fake of NVIDIA's GPU beside a CPU, whose times mean nothing")
 
 
 @pytest.fixture
@@ -260,6 +261,38 @@ def test_halves_over_fakes_of_two_vendors(run: Any) -> None:
     found = run("halves", "--device", "fakes", "--way", "ddp", *TINY)
     assert found.status == 0
     assert "fakes of both vendors' GPUs, whose times mean nothing" in found.heading
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.fakes
+@pytest.mark.parametrize("words", [["halves", *TINY], ["inference", "--models", "tiny", "--tokens", "8"]])
+def test_a_gpu_beside_a_cpu(run: Any, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """As on one GPU, but that the fake has the tensors of a CPU."""
+    import_torch()
+    fakes.require("cuda")
+    monkeypatch.setitem(places.DEVICES, "mixed", MIXED)
+    found = run(*words, "--device", "mixed")
+    assert found.status == 0, found.told
+    assert MIXED.proof in found.heading
+
+
+def test_weights_are_the_same_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU draws other numbers than a CPU from the same seed."""
+    torch = import_torch()
+    import llama
+    import shapes
+
+    def made() -> list[Any]:
+        parts = llama.layers(shapes.SHAPES["tiny"])
+        return [weight for part in parts for weight in part.parameters()]
+
+    first, seed = made(), torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda number: seed(number + 1))
+    for one, other in zip(first, made(), strict=True):
+        assert torch.equal(one, other)
+    some = [float(weight.detach().flatten()[3]) for weight in first if weight.dim() == 2]
+    assert len(set(some)) == len(some), "weights of one number are no model"
 
 
 @pytest.mark.thorough

@@ -95,6 +95,43 @@ def test_a_nan_of_one_batch_keeps_nobody_from_the_next(pool: Pool) -> None:
     assert told[2:] == ["moved"] * 3
 
 
+def across(comm: hetcoll.Communicator, source: Layout, target: Layout, hosts: str) -> int:
+    """Bytes that this rank sends to other hosts while an array changes its layout."""
+    held = values(0, source, "float32").get(comm.rank, np.empty(0, np.float32)).copy()
+    item = Item(held, source, target)
+    comm.barrier()
+    before = comm._core.engine.sent()
+    found = reshard(comm._core, lambda: [item])[0]
+    after = comm._core.engine.sent()
+    assert found.tobytes() == values(0, target, "float32").get(comm.rank, np.empty(0, np.float32)).tobytes()
+    comm.barrier()
+    return sum(after[peer] - before[peer] for peer, host in enumerate(hosts) if host != hosts[comm.rank])
+
+
+MIB = 1 << 20
+WHOLE = Layout((2048, 512), (0, 1, 2, 3), (4,), (None,))
+FROM_HALF = Layout((2048, 512), (0, 1), (2,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shares"),
+    [
+        (Layout((2048, 512), (0, 1, 2, 3), (4,), (0,)), WHOLE, [1, 1, 1, 1]),  # each host lacks half
+        (Layout((2048, 512), (0, 1, 2, 3), (2, 2), (None, 0)), WHOLE, [0, 0, 0, 0]),  # none of it
+        (FROM_HALF, WHOLE, [2, 2, 0, 0]),  # one of them all of it
+        (FROM_HALF, Layout((2048, 512), (0, 1, 2, 3), (2, 2), (None, 1)), [2, 2, 0, 0]),
+    ],
+)
+def test_between_hosts_goes_only_what_one_lacks_and_once(
+    pool: Pool, source: Layout, target: Layout, shares: list[int]
+) -> None:
+    """4 MiB; `shares`: MiB that each rank sends. With them goes what ranks tell each other before, if anything."""
+    hosts = "aabb"
+    sent = pool(4, HETCOLL_HOST_ID=tuple(hosts)).run(across, source, target, hosts, timeout=60)
+    assert [nbytes // MIB for nbytes in sent] == shares
+    assert sum(sent) - sum(shares) * MIB < 16 << 10
+
+
 def nothing(comm: hetcoll.Communicator) -> list[Any]:
     return reshard(comm._core, list)
 

@@ -16,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetcoll.errors import ArgumentError, BufferTypeError
-from hetcoll.plan import reshard
+from hetcoll.plan import reshard, spread
 from hetcoll.plan.algorithms.p2p import p2p
 from hetcoll.plan.layout import Box, Layout, extents, first_of, volume, within
-from hetcoll.plan.reshard import BATCH, GRAIN, Message, Move, Piece, Round
+from hetcoll.plan.near import nested
+from hetcoll.plan.reshard import BATCH, Message, Move, Piece, Round
 from hetcoll.plan.simulator import check
+from hetcoll.plan.spread import GRAIN
+from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.types import DType
 
 
@@ -33,14 +36,40 @@ def layouts(draw: Any, shape: tuple[int, ...], size: int) -> Layout:
     return Layout(shape, tuple(ranks), mesh, cuts, draw(st.sampled_from([(), tuple(reversed(range(len(mesh))))])))
 
 
+def hosts(*names: str, islands: tuple[tuple[int, ...], ...] | None = None) -> Topology:
+    """A rank on each of these."""
+    return Topology(tuple(RankInfo(rank, name) for rank, name in enumerate(names)), asked=islands)
+
+
 @st.composite
-def exchanges(draw: Any) -> tuple[int, tuple[Move, ...]]:
-    size, moves = draw(st.integers(1, 6)), []
+def topologies(draw: Any, size: int) -> Topology:
+    """On up to three hosts, as up to three islands."""
+    numbers = [draw(st.lists(st.integers(0, 2), min_size=size, max_size=size)) for _ in range(2)]
+    islands = [tuple(rank for rank in range(size) if numbers[1][rank] == at) for at in range(3)]
+    return hosts(*map(str, numbers[0]), islands=tuple(filter(None, islands)))
+
+
+@st.composite
+def exchanges(draw: Any) -> tuple[Topology, tuple[Move, ...]]:
+    size, moves = draw(st.integers(1, 8)), []
     for _ in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
         dtype = draw(st.sampled_from([DType.INT32, DType.UINT8]))
         moves.append(Move(draw(layouts(shape, size)), draw(layouts(shape, size)), dtype))
-    return size, tuple(moves)
+    return draw(topologies(size)), tuple(moves)
+
+
+def lacked(topology: Topology, moves: Sequence[Move]) -> Counter[str]:
+    """By host, the bytes of different elements that its ranks want and none of them holds."""
+    found: Counter[str] = Counter()
+    for source, target, dtype in moves:
+        for ranks in topology.hosts:
+            wanted = np.zeros(source.shape, bool)
+            for boxes, value in ((target.boxes, True), (source.boxes, False)):
+                for rank in boxes.keys() & set(ranks):
+                    wanted[where(boxes[rank], tuple((0, extent) for extent in source.shape))] = value
+            found[topology.ranks[ranks[0]].host] += int(wanted.sum()) * dtype.itemsize
+    return found
 
 
 def where(box: Box, whole: Box) -> Any:
@@ -65,12 +94,14 @@ def between(mine: Round, source: int, target: int) -> list[Message]:
     return [each for each in mine.messages if (each.source, each.target) == (source, target)]
 
 
-@settings(max_examples=250)
+@settings(max_examples=400)
 @given(exchanges(), st.sampled_from([1, 20, GRAIN]), st.sampled_from([1, 40, BATCH]))
 def test_every_element_comes_once_and_from_where_it_was(
-    exchange: tuple[int, tuple[Move, ...]], grain: int, batch: int
+    exchange: tuple[Topology, tuple[Move, ...]], grain: int, batch: int
 ) -> None:
-    size, moves = exchange
+    """And over the network between hosts only what no rank of a host holds, once."""
+    (topology, moves), crossed = exchange, Counter[str]()
+    size, host = topology.size, [info.host for info in topology.ranks]
     held = [values(number, move.source) for number, move in enumerate(moves)]
     wanted = [values(number, move.target) for number, move in enumerate(moves)]
     got = [{rank: np.full(each.shape, -1) for rank, each in blocks.items()} for blocks in wanted]
@@ -84,12 +115,15 @@ def test_every_element_comes_once_and_from_where_it_was(
         assert (into == -1).all(), "written twice"
         into[...] = taken
 
-    with patch.object(reshard, "GRAIN", grain), patch.object(reshard, "BATCH", batch):
-        every = [reshard.schedule(moves, rank) for rank in range(size)]
+    grains = (patch.object(module, "GRAIN", grain) for module in (reshard, spread))
+    with next(grains), next(grains), patch.object(reshard, "BATCH", batch):
+        every = [reshard.schedule(moves, rank, nested(topology)) for rank in range(size)]
     assert len({len(each) for each in every}) == 1
-    rounds_of_all = [rounds for batch in zip(*every, strict=True) for rounds in zip(*batch, strict=True)]
-    for number, rounds in enumerate(rounds_of_all):
-        reads, there = (got, "target") if number % 2 else (held, "source")
+    rounds_of_all = [
+        (number, rounds) for batch in zip(*every, strict=True) for number, rounds in enumerate(zip(*batch, strict=True))
+    ]
+    for number, rounds in rounds_of_all:
+        reads, there = (got, "target") if number else (held, "source")
         plans = plans_of(rounds)
         check(plans)
         sent = [message for rank, mine in enumerate(rounds) for message in mine.messages if message.source == rank]
@@ -97,6 +131,8 @@ def test_every_element_comes_once_and_from_where_it_was(
             assert between(rounds[source], source, target) == between(rounds[target], source, target)
         for message in sent:
             assert len({moves[piece.array].dtype for piece in message.pieces}) == 1
+            if host[message.source] != host[message.target]:
+                crossed[host[message.target]] += bytes_of(message, moves)
         pieces = [piece for message in sent for piece in message.pieces]
         # What is passed on was there when the round began.
         before = [{rank: each.copy() for rank, each in blocks.items()} for blocks in reads]
@@ -105,6 +141,11 @@ def test_every_element_comes_once_and_from_where_it_was(
     for found, right in zip(got, wanted, strict=True):
         for rank, each in right.items():
             np.testing.assert_array_equal(found[rank], each)
+    assert +crossed == +lacked(topology, moves)
+
+
+def bytes_of(message: Message, moves: Sequence[Move]) -> int:
+    return sum(volume(piece.box) * moves[piece.array].dtype.itemsize for piece in message.pieces)
 
 
 @settings(max_examples=150)
@@ -118,14 +159,14 @@ def test_what_lies_in_one_piece(data: Any) -> None:
     assert first_of(box, shape) == (view.flat[0] if view.flags.c_contiguous else None)
 
 
-def sent_by(moves: tuple[Move, ...], size: int, number: int) -> Counter[tuple[int, int]]:
-    """Bytes that go over each edge in a round."""
+def sent_by(moves: tuple[Move, ...], ranks: int | Topology, number: int) -> Counter[tuple[int, int]]:
+    """Bytes that go over each edge in a round; among so many ranks of one host, or those."""
     found: Counter[tuple[int, int]] = Counter()
+    size, groups = (ranks, tuple(range(ranks))) if isinstance(ranks, int) else (ranks.size, nested(ranks))
     for rank in range(size):
-        for message in reshard.schedule(moves, rank)[0][number].messages:
+        for message in reshard.schedule(moves, rank, groups)[0][number].messages:
             if message.source == rank:
-                for piece in message.pieces:
-                    found[rank, message.target] += volume(piece.box) * moves[piece.array].dtype.itemsize
+                found[rank, message.target] += bytes_of(message, moves)
     return found
 
 
@@ -155,6 +196,89 @@ def test_more_ranks_than_hold_a_block_pass_it_on() -> None:
     assert sent_by(moves, 5, 1) == {(a, b): part for a, b in product(range(1, 5), repeat=2) if a != b}
 
 
+TWO_HOSTS, THREE_HOSTS = hosts(*"AAAABBBB"), hosts(*"AAAABBBBCCCC")
+MIB = 1 << 20
+
+
+def moved(source: Layout, target: Layout) -> tuple[Move, ...]:
+    return (Move(source, target, DType.FLOAT32),)
+
+
+def shards(ranks: range) -> Layout:
+    """16 MiB over ranks, by rows."""
+    return Layout((2048, 2048), tuple(ranks), (len(ranks),), (0,))
+
+
+def whole(ranks: range) -> Layout:
+    return Layout((2048, 2048), tuple(ranks), (len(ranks),), (None,))
+
+
+def test_to_another_host_all_of_it_goes_once_between_as_many_ranks_as_there_are() -> None:
+    """Each trainer's 4 MiB to the four servers of the other host, who tell each other there."""
+    moves = moved(shards(range(4)), whole(range(4, 8)))
+    assert sent_by(moves, TWO_HOSTS, 0) == {(a, b): MIB for a in range(4) for b in range(4, 8)}
+    assert sent_by(moves, TWO_HOSTS, 1) == {(a, b): 4 * MIB for a, b in product(range(4, 8), repeat=2) if a != b}
+
+
+def test_what_a_host_has_does_not_come_from_another_one() -> None:
+    """Replicas on two hosts, each sharded inside: either host has all of it."""
+    replicas = Layout((2048, 2048), tuple(range(8)), (2, 4), (None, 0))
+    moves = moved(replicas, whole(range(8)))
+    edges = sent_by(moves, TWO_HOSTS, 0) + sent_by(moves, TWO_HOSTS, 1)
+    assert {(a // 4, b // 4) for a, b in edges} == {(0, 0), (1, 1)}
+    assert sum(edges.values()) == 2 * 4 * 12 * MIB
+
+
+def test_tensor_parallel_servers_of_two_hosts_get_what_these_lack_once() -> None:
+    """As FSDP holds it to four columns on each host: each host has half, and lacks half."""
+    moves = moved(shards(range(8)), Layout((2048, 2048), tuple(range(8)), (2, 4), (None, 1)))
+    across = Counter[tuple[int, int]]()
+    for number in (0, 1):
+        for (a, b), nbytes in sent_by(moves, TWO_HOSTS, number).items():
+            across[a, b] += nbytes * (a // 4 != b // 4)
+    far = {(a, b): MIB // 2 for a, b in product(range(8), repeat=2) if a // 4 != b // 4}
+    assert +across == far
+
+
+def test_hosts_that_lack_it_pass_it_on_to_each_other() -> None:
+    """The host that has it sends it once in all, by all its ranks; every rank of the others sends and gets a share."""
+    moves = moved(shards(range(4)), whole(range(4, 12)))
+    assert sent_by(moves, THREE_HOSTS, 0) == {(a, b): MIB // 2 for a in range(4) for b in range(4, 12)}
+    assert sent_by(moves, THREE_HOSTS, 1) == {pair: 2 * MIB for a in range(4, 8) for pair in ((a, a + 4), (a + 4, a))}
+    assert sent_by(moves, THREE_HOSTS, 2) == {
+        (a, b): 4 * MIB for a, b in product(range(4, 12), repeat=2) if a != b and a // 4 == b // 4
+    }
+
+
+def test_small_arrays_cross_once_and_each_by_another_rank() -> None:
+    one, many = Layout((100,), (0,), (), ()), Layout((100,), tuple(range(4, 8)), (4,), (None,))
+    moves = moved(one, many) * 4
+    assert sent_by(moves, TWO_HOSTS, 0) == {(0, b): 400 for b in range(4, 8)}
+    assert sent_by(moves, TWO_HOSTS, 1) == {(a, b): 400 for a, b in product(range(4, 8), repeat=2) if a != b}
+
+
+def test_hosts_that_hold_it_send_as_much_as_each_other() -> None:
+    """Three ranks on one and one on another."""
+    topology = hosts(*"AAABCCCC")
+    moves = moved(whole(range(4)), whole(range(4, 8)))
+    edges = sent_by(moves, topology, 0)
+    sent = [sum(nbytes for (a, _), nbytes in edges.items() if a == rank) for rank in range(4)]
+    assert sum(sent) == 16 * MIB
+    assert sent[3] == 8 * MIB
+
+
+def test_islands_of_a_host_are_told_once_each() -> None:
+    """Ranks 0 and 1 are an island, so are 2 and 3, on the one host; 4 and 5 on the other."""
+    topology = hosts(*"AAAABB", islands=((0, 1), (2, 3), (4, 5)))
+    assert nested(topology) == (((0, 1), (2, 3)), (4, 5))
+    moves = moved(whole(range(4, 6)), whole(range(4)))
+    edges = [sent_by(moves, topology, number) for number in range(4)]
+    assert edges[0] == {(4 + rank % 2, rank): 4 * MIB for rank in range(4)}
+    assert edges[1] == {pair: 4 * MIB for a in (0, 1) for pair in ((a, a + 2), (a + 2, a))}
+    assert edges[2] == {pair: 8 * MIB for a in (0, 2) for pair in ((a, a + 1), (a + 1, a))}
+    assert edges[3] == {}
+
+
 def test_a_part_is_of_a_dimension_that_is_long_enough() -> None:
     """Two rows are no four parts."""
     trainer, servers = Layout((2, 1 << 19), (0,), (1,), (0,)), Layout((2, 1 << 19), (1, 2, 3, 4), (4,), (None,))
@@ -165,7 +289,7 @@ def test_batches_are_of_what_a_rank_holds_or_wants() -> None:
     halves, whole = Layout((1000,), (0, 1), (2,), (0,)), Layout((1000,), (2,), (), ())
     moves = (Move(halves, halves, DType.UINT8),) * 4 + (Move(halves, whole, DType.UINT8),) * 3
     with patch.object(reshard, "BATCH", 1000):
-        batches = reshard.schedule(moves, 0)
+        batches = reshard.schedule(moves, 0, (0, 1, 2))
     pieces = [[*first.copies, *(each for message in first.messages for each in message.pieces)] for first, _ in batches]
     numbers = [sorted({each.array for each in some}) for some in pieces]
     assert numbers == [[0, 1], [2, 3], [4], [5], [6]]
@@ -178,7 +302,7 @@ def test_all_stages_of_a_pipeline_send_at_once() -> None:
         Move(Layout((64, 100), (stage,), (), ()), servers, DType.INT8) for stage in range(4) for _ in range(6)
     )
     with patch.object(reshard, "BATCH", 2 * 6400):
-        every = [reshard.schedule(moves, rank) for rank in range(4)]
+        every = [reshard.schedule(moves, rank, tuple(range(8))) for rank in range(4)]
     for batches in zip(*every, strict=True):
         assert [sum(len(message.pieces) for message in first.messages) for first, _ in batches] == [2 * 4] * 4
     assert len(every[0]) == 3
@@ -187,7 +311,7 @@ def test_all_stages_of_a_pipeline_send_at_once() -> None:
 def test_arrays_of_two_kinds_of_float8_share_no_message() -> None:
     one, other = Layout((9,), (0,), (), ()), Layout((9,), (1,), (), ())
     for dtype, messages in ((DType.FLOAT8_E4M3FN, 3), (DType.INT8, 1)):
-        assert len(reshard.schedule((Move(one, other, dtype),) * 3, 0)[0][0].messages) == messages
+        assert len(reshard.schedule((Move(one, other, dtype),) * 3, 0, (0, 1))[0][0].messages) == messages
 
 
 def test_equal_layouts_are_told_in_equal_words() -> None:
@@ -209,7 +333,7 @@ def test_long_pieces_travel_as_they_are_and_short_ones_together() -> None:
     one, other = Layout((1024, 1024), (0,), (), ()), Layout((1024, 1024), (1,), (), ())
     small = [Layout((7,), (rank,), (), ()) for rank in (0, 1)]
     moves = (Move(one, other, DType.INT8), Move(*small, DType.INT8), Move(*small, DType.INT8))
-    messages = reshard.schedule(moves, 1)[0][0].messages
+    messages = reshard.schedule(moves, 1, (0, 1))[0][0].messages
     assert [[piece.array for piece in message.pieces] for message in messages] == [[0], [1, 2]]
 
 

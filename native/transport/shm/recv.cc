@@ -45,6 +45,7 @@ class ShmRecv final : public RecvEnd {
     n = std::min(n, kStagedBytes);
     staged_.resize(kStagedBytes);
     memory_.Read(staged_.data(), address_ + taken_, n);
+    copied_ += n;
     return {staged_.data(), static_cast<std::ptrdiff_t>(n)};
   }
 
@@ -61,12 +62,15 @@ class ShmRecv final : public RecvEnd {
     recycled_.midway = more_;
   }
 
+  void CountCopies(Copies& copies) const override { copies.taken += copied_; }
+
   bool Far() const override { return place_ != ShmPlace::kPrivate && !policy_.claims(); }
 
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
     if (!opened_ && !Open(m, at)) return kWouldBlock;
     n = std::min(n, size_ - taken_);
     Copy(dst, n, stream);
+    copied_ += n;
     if (m.total >= least_private_ && !more_ && taken_ + n == size_) Weigh();
     Consume(n);
     return static_cast<std::ptrdiff_t>(n);
@@ -248,6 +252,7 @@ class ShmRecv final : public RecvEnd {
   bool claimed_ = false;
   bool more_ = false;       // of its message
   std::uint64_t seen_ = 0;  // fragments consumed
+  std::uint64_t copied_ = 0;
   std::byte* base_;
   std::array<std::byte*, kChannels> own_rings_;  // of the way back
   std::vector<std::byte> staged_;

@@ -78,6 +78,7 @@ class ShmSend final : public SendEnd {
 
   void Commit(const Message& m, std::size_t at, std::size_t n) override {
     static_cast<void>(at);
+    committed_ += n;
     ShmPlace place = ShmPlace::kSlot;
     ShmLine::Where& where = Line().where;
     if (lent_on_) {
@@ -104,6 +105,12 @@ class ShmSend final : public SendEnd {
   // What was lent on comes home whether the peer is there or not.
   bool FinalWithoutPeer() const override {
     return lent_ == 0 || reclaimed_ == edge_.credit->lines.load(std::memory_order_acquire);
+  }
+
+  // What a reduction wrote into a slot, or was lent on, is neither.
+  void CountCopies(Copies& copies) const override {
+    copies.staged += taken_ - all_lent_ - committed_;
+    copies.lent += all_lent_;
   }
 
   std::size_t Lent() override {
@@ -147,6 +154,7 @@ class ShmSend final : public SendEnd {
   std::ptrdiff_t Lend(const Message& m, const std::byte* data, std::size_t n) {
     if (!LineFree()) return kWouldBlock;
     n = std::min(n, on_heap_ ? kLentFragment : kPrivateFragment);
+    all_lent_ += n;
     const auto address = reinterpret_cast<std::uintptr_t>(data);
     Line().where = {.offset = on_heap_ ? static_cast<std::uint64_t>(data - base_) : address,
                     .channel = -1,
@@ -278,6 +286,8 @@ class ShmSend final : public SendEnd {
   std::uint64_t sent_ = 0;       // fragments published
   std::uint64_t reclaimed_ = 0;  // fragments whose line and slot are free again
   std::uint64_t taken_ = 0;      // bytes of messages
+  std::uint64_t all_lent_ = 0;   // of these, what the receiver was to read where it lay
+  std::uint64_t committed_ = 0;  // and what came by Commit
   std::uint64_t pos_ = 0;        // data ring filled up to here
   std::uint64_t freed_ = 0;      // and free again up to here
   std::uint64_t place_ = 0;      // of the reserved slot

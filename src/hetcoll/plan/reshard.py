@@ -1,9 +1,11 @@
 """Which blocks go from whom to whom when arrays change their layout.
 
-Each block that a source's block and a target's have in common is sent once to every rank that wants it and does not
-hold it. Where several hold it, they share the work: the block is cut into one part for each, and a part comes from
-whoever has least to send so far. Where more ranks want a block than hold it, each of them gets a part, and in a second
-round they pass these on to each other. So the ranks that hold something send it all once, and all links are in use.
+Each block that a source's block and a target's have in common comes to every rank that wants it and does not hold it.
+Ranks are in groups (`near`): those of an island of a host, islands of a host, hosts. A group that holds a block gets
+nothing of it from outside. To one that holds none it comes once: each of its ranks that want it gets a part (`spread`).
+In later rounds they pass these on, first to other groups, then inside. Where several hold a block, they share the work:
+a part comes from whoever has least to send so far. Where more groups want it than hold it, each gets a part first. So
+what holds something sends it all once, what crosses between hosts does so once, and all links are in use.
 
 A round is one group of messages (`algorithms.p2p`), which the simulator proves. Arrays are moved in batches, one behind
 the other, so that on GPUs the first are under way while the host packs later ones, and packing takes a batch's memory.
@@ -16,15 +18,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 from ..types import OCP_OF, DType
-from .ir import cut
-from .layout import Box, Layout, common, extents, volume
+from .layout import Box, Layout, common, volume
+from .near import Group, Nested
+from .spread import GRAIN, Spreading
 
-GRAIN = 1 << 18
-"""Bytes: parts are no shorter. What is shorter by itself travels packed with others, since a message has its price."""
 BATCH = 1 << 27
 """Bytes in a batch, about, of what a rank holds or wants of arrays with the same source ranks."""
 _OF_TWO_KINDS = frozenset(OCP_OF.values())
@@ -66,14 +66,15 @@ class Round(NamedTuple):
     messages: tuple[Message, ...]
 
 
-def schedule(moves: Sequence[Move], rank: int) -> list[tuple[Round, Round]]:
-    """What `rank` does so that all arrays reach their targets: two rounds for each batch.
+def schedule(moves: Sequence[Move], rank: int, groups: Nested) -> list[tuple[Round, ...]]:
+    """What `rank` does so that all arrays reach their targets: rounds for each batch. `groups` has all ranks.
 
-    In the first round a rank reads its blocks of the sources, in the second one what it got in the first. All writes go
-    to its blocks of the targets.
+    In the first round a rank reads its blocks of the sources, in later ones what it got before. All writes go to its
+    blocks of the targets.
     """
-    load: Counter[int] = Counter()  # bytes that ranks have to send
-    return [_batch(moves, numbers, rank, load) for numbers in _batches(moves)]
+    group = Group.of(groups)
+    spreading = Spreading(group, rank)
+    return [_batch(moves, numbers, rank, spreading, 1 + group.depth) for numbers in _batches(moves)]
 
 
 def _batches(moves: Sequence[Move]) -> list[list[int]]:
@@ -86,37 +87,19 @@ def _batches(moves: Sequence[Move]) -> list[list[int]]:
     return [found[at] for at in sorted(found)]
 
 
-def _batch(moves: Sequence[Move], numbers: Sequence[int], rank: int, load: Counter[int]) -> tuple[Round, Round]:
-    rounds: tuple[list[Piece], list[Piece]] = [], []
-
-    def note(number: int, *piece: *tuple[int, int, int, Box]) -> None:
-        if rank in piece[1:3]:
-            rounds[number].append(Piece(*piece))
-
-    def fetch(array: int, holders: tuple[int, ...], target: int, part: Box, itemsize: int) -> None:
-        source = min(holders, key=lambda each: (load[each], each))
-        load[source] += volume(part) * itemsize
-        note(0, array, source, target, part)
-
+def _batch(
+    moves: Sequence[Move], numbers: Sequence[int], rank: int, spreading: Spreading, count: int
+) -> tuple[Round, ...]:
+    rounds: list[list[Piece]] = [[] for _ in range(count)]
     for array in numbers:
         source, target, dtype = moves[array]
         for box, holders, wanting in _shared(source, target):
-            away = [each for each in wanting if each not in holders]
-            for each in wanting:
-                if each in holders:
-                    note(0, array, each, each, box)
-            most = volume(box) * dtype.itemsize // GRAIN
-            if len(holders) < len(away) <= most:
-                for middle, part in zip(away, _parts(box, len(away)), strict=False):
-                    fetch(array, holders, middle, part, dtype.itemsize)
-                    for each in away:
-                        if each != middle:
-                            note(1, array, middle, each, part)
-            else:
-                for each in away:
-                    for part in _parts(box, max(1, min(len(holders), most))):
-                        fetch(array, holders, each, part, dtype.itemsize)
-    return _round(moves, rounds[0]), _round(moves, rounds[1])
+            if rank in holders and rank in wanting:
+                rounds[0].append(Piece(array, rank, rank, box))
+            if away := frozenset(wanting).difference(holders):
+                for number, giver, taker, part in spreading.block(box, dtype.itemsize, frozenset(holders), away):
+                    rounds[number].append(Piece(array, giver, taker, part))
+    return tuple(_round(moves, pieces) for pieces in rounds)
 
 
 @lru_cache(maxsize=256)
@@ -135,18 +118,6 @@ def _by_box(layout: Layout) -> dict[Box, tuple[int, ...]]:
     for rank, box in layout.boxes.items():
         found[box] = (*found.get(box, ()), rank)
     return found
-
-
-def _parts(box: Box, parts: int) -> list[Box]:
-    """A block in `parts`, or in as many as its longest dimension has: cut where they stay in one piece, if possible."""
-    lengths = extents(box)
-    if parts == 1 or not lengths:
-        return [box]
-    long = [dim for dim, length in enumerate(lengths) if length >= parts]
-    dim = long[0] if long else lengths.index(max(lengths))
-    begin, _ = box[dim]
-    points = cut(lengths[dim], min(parts, lengths[dim]))
-    return [(*box[:dim], (begin + a, begin + b), *box[dim + 1 :]) for a, b in pairwise(points)]
 
 
 def _round(moves: Sequence[Move], pieces: list[Piece]) -> Round:

@@ -17,6 +17,7 @@ from ..calls.buffers import Buffer, read_buffer
 from ..calls.messages import Message as OneWay
 from ..errors import ArgumentError, BufferTypeError, spell_ranks
 from ..plan.layout import Layout, extents, first_of, volume, within
+from ..plan.near import Nested, nested
 from ..plan.reshard import Message, Move, Piece, schedule
 from ..types import OCP_OF
 from .core import Core
@@ -63,7 +64,7 @@ def reshard(core: Core, asked: Callable[[], Sequence[Item]]) -> list[Any]:
             _Array(*made_like(*source, item.target.shape_on(core.rank))) if out is None else out
             for item, (source, out) in zip(items, checked, strict=True)
         ]
-        prepared = _prepare(tuple(map(_move, items, sources)), core.rank)
+        prepared = _prepare(tuple(map(_move, items, sources)), core.rank, nested(core.wiring.topology))
     except Exception as error:  # whatever it is: the others are not to wait for this rank
         problem = error
     _agree(core, prepared, sources, problem)
@@ -125,7 +126,7 @@ _NOTHING = _Prepared((), (), "", ())
 
 
 @lru_cache(maxsize=64)
-def _prepare(moves: tuple[Move, ...], rank: int) -> _Prepared:
+def _prepare(moves: tuple[Move, ...], rank: int, groups: Nested) -> _Prepared:
     def block(piece: Piece, layout: Layout) -> _Block:
         whole = layout.boxes[rank]
         box, shape = within(piece.box, whole), extents(piece.box)
@@ -147,8 +148,8 @@ def _prepare(moves: tuple[Move, ...], rank: int) -> _Prepared:
 
     steps = tuple(
         _Steps(passes_on, tuple(end(each, passes_on) for each in mine.messages), tuple(map(copy, mine.copies)))
-        for batch in schedule(moves, rank)
-        for passes_on, mine in zip((False, True), batch, strict=True)
+        for batch in schedule(moves, rank, groups)
+        for passes_on, mine in zip((False, *[True] * (len(batch) - 1)), batch, strict=True)
         if mine.messages or mine.copies
     )
     each = tuple(_hash(repr(move)) for move in moves)
