@@ -17,7 +17,8 @@ from ..ir import Buf, Plan
 from ..steps import Ints
 from .atoms import AMONG, Shares, Steps, Whole, atoms_of
 from .base import Algorithm, Draft, inp, out, tmp
-from .islands import ISLANDS, Regions, Split
+from .islands import ISLANDS, Split
+from .regions import Regions
 
 
 @lru_cache(maxsize=256)
