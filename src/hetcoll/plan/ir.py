@@ -157,9 +157,6 @@ class Plan:
         """The members of this rank's island, in order."""
         return next((island for island in self.islands if self.rank in island), (self.rank,))
 
-    def _place(self, rank: int) -> int:
-        return self.island.index(rank) if rank in self.island else -1
-
     def dump(self) -> str:
         """The plan for people, a line a step."""
         head = f"{self.collective.label} by {self.algorithm}: rank {self.rank} of {self.size}"
@@ -182,10 +179,10 @@ class Plan:
         rows = np.zeros((STEP.size // 4, len(op)), np.int64)
         rows[1], rows[2:5], rows[5:8], rows[8], rows[9] = peer, src, dst, columns.ends[:-1], np.diff(columns.ends)
         if columns.locals:
-            channel = channel.copy()
-        for i, local in columns.locals.items():
-            channel[i], rows[1, i], rows[11, i] = local.kind, self._place(local.root), len(local.parts)
-        if columns.locals:
+            places = {rank: at for at, rank in enumerate(self.island)}
+            found = [(local.kind, places.get(local.root, -1), len(local.parts)) for local in columns.locals.values()]
+            channel, at = channel.copy(), [*columns.locals]
+            channel[at], rows[1, at], rows[11, at] = np.array(found).T
             rows[10] = np.cumsum(rows[11]) - rows[11]
         if ((op | lane | channel) >> 8).any():
             raise ArgumentError(f"wanted operations, lanes and channels of 0 to 255 in a plan, got lane {lane.max()}")

@@ -64,9 +64,10 @@ class Span:
         return f"{self.buf.name.lower()}[{self.start}:{self.start + self.count}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Local:
     """Which collective a LOCAL step is. All members of the rank's island take part, also those it gives nothing to do.
+    Never changed, as a `Step`.
 
     `root` is a rank, for a rooted collective. `parts` has one span, or None for nothing, for each member of the island
     in its order. Who has which spans:
@@ -87,9 +88,9 @@ class Local:
     parts that lie side by side in the order of members; everything else is a group of rooted calls.
     """
 
-    kind: Collective
-    root: int = -1
-    parts: tuple[Span | None, ...] = ()
+    kind: Final[Collective]
+    root: Final[int] = -1
+    parts: Final[tuple[Span | None, ...]] = ()
 
     def __str__(self) -> str:
         root = f" root {self.root}" if self.root >= 0 else ""

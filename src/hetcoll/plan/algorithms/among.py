@@ -72,8 +72,9 @@ class _Inside(Steps):
         last. There may be a thousand, of a thousand regions."""
         steps, regions = self.regions(np.where(self.steps.dst[0] == Buf.RECV, self.steps.dst, -1))
         found: dict[int, list[int]] = {region: [] for region in range(len(self.p.hosts))}
-        for step, region in zip(steps.tolist(), regions.tolist(), strict=True):
-            found[region] += self.made(step)[-1:].tolist()
+        last = self.begin[steps] + np.maximum(self.count[steps], 1) - 1
+        for step, region in zip(last.tolist(), regions.tolist(), strict=True):
+            found[region].append(step)
         return found
 
 

@@ -41,8 +41,9 @@ class Place:
     def mates_after(self) -> list[int]:
         return [self.mates[(self.j + d) % self.k] for d in range(1, self.k)]
 
-    def host_after(self, d: int) -> int:
-        return (self.i + d) % self.m
+    def others(self, sign: int) -> list[int]:
+        """The other hosts by their distance from mine, forwards or backwards."""
+        return [*range(self.i + 1, self.m), *range(self.i)][::sign]
 
     @cached_property
     def parts(self) -> Parts:

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
+
 from ...types import Collective
-from ..ir import Buf, Span
-from .base import Algorithm, Draft, inp, out, tmp
+from ..ir import Buf, Span, Spans
+from .base import Algorithm, Draft, each, inp, out, tmp
 from .between import Place, gather_between, reduce_between, together
 from .regions import Make, Regions
 
@@ -66,10 +68,6 @@ class Split(Place):
             both = _both(mine, self.interval(island, j))
             found.append((members[j], both.start, both.stop - both.start))  # a length would have to fit a word
         return found
-
-    def others(self, sign: int) -> list[int]:
-        """The other islands by their distance from mine, forwards or backwards."""
-        return [self.host_after(sign * d) for d in range(1, self.m)]
 
 
 @lru_cache(maxsize=64)  # the very same of all members, of which there may be a thousand
@@ -187,15 +185,14 @@ def allgather(p: Draft) -> None:
         p.local(LOCAL, Collective.ALLGATHER, src=inp(0, at.pieces), parts=at.shares(out))
     else:
         p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
-    for island in at.others(1):
-        with together(p):
-            for peer, piece in at.mine(island):
-                p.send(SEND, inp(piece.start, piece.count), peer)
-    for island in at.others(-1):
-        with together(p):
-            came = [p.recv(RECV, at.span(out, piece), piece.rank) for piece in at.own(island)]
-        for parts in at.rows(out, island, merge=True) if at.k > 1 else ():
-            p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
+    mine, islands = at.mine(at.others(1)), at.others(-1)
+    mine.batch(p, p.sends(SEND, mine.small(inp), mine.peer))
+    theirs = at.own(islands)
+    came = p.recvs(RECV, theirs.large(out), theirs.peer)
+    theirs.batch(p, came)
+    for island, last in zip(islands, came[theirs.ends - 1].tolist(), strict=True) if at.k > 1 else ():
+        for parts in at.rows(out, island, merge=True):
+            p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=[last])
 
 
 @_register(Collective.REDUCE_SCATTER, compresses=True, turns=True)
@@ -203,29 +200,24 @@ def reduce_scatter(p: Draft) -> None:
     """Every island adds up the others' regions, an interval each member, and sends them to their owners."""
     at = Regions(p)
     p.scratch_copies = int(at.m > 1 and (at.k > 1 or p.compress))
-    for island in at.others(1):
-        grown, make = None, inp
-        for parts in at.rows(inp, island, merge=True) if at.k > 1 else ():
-            make, part = tmp, parts[at.j]
+    islands, grown, ready = at.others(1), np.full(at.m - 1, -1), None
+    for i, island in enumerate(islands) if at.k > 1 else ():
+        for parts in at.rows(inp, island, merge=True):
+            part = parts[at.j]
             dst = None if part is None else tmp(part.start, part.count)
-            grown = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=dst, parts=parts)
-        pieces = at.own(island)
-        with together(p):
-            terms = [p.rounded(ROUND, at.span(tmp, x), at.span(make, x), grown, [x.rank]) for x in pieces]
-        with together(p):
-            for (sent, ready), piece in zip(terms, pieces, strict=True):
-                p.send(SEND, sent, piece.rank, after=[ready])
-    ready = None
+            grown[i] = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=dst, parts=parts)
     if at.k > 1:
         ready = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=out(0, at.pieces), parts=at.shares(inp))
-    first = ready
-    for d, island in enumerate(at.others(-1)):
-        with together(p):
-            for peer, piece in at.mine(island):
-                fresh = d == 0 and at.k == 1
-                term = at.span(inp, piece) if fresh else out(piece.start, piece.count)
-                ready = p.recv_reduce(RECV, out(piece.start, piece.count), term, peer, after=[first])
-    p.scaled(LAST, out(0, at.pieces), ready)
+    away, mine = at.own(islands), at.mine(at.others(-1))
+    first, summed = len(p.lanes), away.large(tmp if at.k > 1 else inp)
+    terms, there = p.roundeds(ROUND, away.large(tmp), summed, grown[away.island], away.peer)
+    away.batch(p, there[there >= first], there >= first)
+    away.batch(p, p.sends(SEND, terms, away.peer, after=[there]))
+    fresh = (mine.island == 0) & (at.k == 1)
+    term = Spans(np.where(fresh, Buf.SEND, Buf.RECV), np.where(fresh, mine.wide, mine.start), mine.units)
+    came = p.recv_reduces(RECV, mine.small(out), term, mine.peer, after=[ready])
+    mine.batch(p, came)
+    p.scaled(LAST, out(0, at.pieces), int(came[-1]) if at.m > 1 else ready)
 
 
 @_register(Collective.GATHER, star=True)
@@ -233,9 +225,8 @@ def gather(p: Draft) -> None:
     """The members of the root's island get an interval each of every other's region, and gather it at the root."""
     at = Regions(p)
     if at.i != at.home:
-        with together(p):
-            for peer, piece in at.mine(at.home):
-                p.send(SEND, inp(piece.start, piece.count), peer)
+        mine = at.mine([at.home])
+        mine.batch(p, p.sends(SEND, mine.small(inp), mine.peer))
         return
     is_root = p.rank == p.root
     if at.k > 1:
@@ -244,12 +235,14 @@ def gather(p: Draft) -> None:
     else:
         p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
     p.scratch_like, p.scratch_copies = Buf.RECV, int(at.m > 1 and not is_root)
-    for island in at.others(-1):
-        with together(p):
-            came = [p.recv(RECV, at.span(out if is_root else tmp, piece), piece.rank) for piece in at.own(island)]
-        for parts in at.rows(out, island) if at.k > 1 else ():
+    islands = at.others(-1)
+    theirs = at.own(islands)
+    came = p.recvs(RECV, theirs.large(out if is_root else tmp), theirs.peer)
+    theirs.batch(p, came)
+    for island, last in zip(islands, came[theirs.ends - 1].tolist(), strict=True) if at.k > 1 else ():
+        for parts in at.rows(out, island):
             src, others = _beside_root(p, at, parts)
-            p.local(LOCAL, Collective.GATHER, root=p.root, src=src, parts=others, after=came)
+            p.local(LOCAL, Collective.GATHER, root=p.root, src=src, parts=others, after=[last])
 
 
 def _beside_root(p: Draft, at: Regions, parts: tuple[Span | None, ...]) -> tuple[Span | None, list[Span | None]]:
@@ -265,20 +258,18 @@ def scatter(p: Draft) -> None:
     """The root scatters every region over the members of its island, who send the pieces to their owners."""
     at = Regions(p)
     if at.i != at.home:
-        with together(p):
-            for peer, piece in at.mine(at.home):
-                p.recv(RECV, out(piece.start, piece.count), peer)
+        mine = at.mine([at.home])
+        mine.batch(p, p.recvs(RECV, mine.small(out), mine.peer))
         return
     is_root = p.rank == p.root
     p.scratch_copies = int(at.m > 1 and not is_root)
-    for island in at.others(1):
-        came = None
-        for parts in at.rows(inp, island) if at.k > 1 else ():
+    islands, came = at.others(1), np.full(at.m - 1, -1)
+    for i, island in enumerate(islands) if at.k > 1 else ():
+        for parts in at.rows(inp, island):
             dst, others = _beside_root(p, at, parts)
-            came = p.local(LOCAL, Collective.SCATTER, root=p.root, dst=dst, parts=others)
-        with together(p):
-            for piece in at.own(island):
-                p.send(SEND, at.span(inp if is_root else tmp, piece), piece.rank, after=[came])
+            came[i] = p.local(LOCAL, Collective.SCATTER, root=p.root, dst=dst, parts=others)
+    theirs = at.own(islands)
+    theirs.batch(p, p.sends(SEND, theirs.large(inp if is_root else tmp), theirs.peer, after=[came[theirs.island]]))
     if at.k > 1:
         own = at.shares(inp) if is_root else ()
         p.local(LOCAL, Collective.SCATTER, root=p.root, dst=out(0, at.pieces), parts=own)
@@ -305,8 +296,7 @@ def alltoall(p: Draft) -> None:
             p.local(LOCAL, Collective.SCATTER, root=root, parts=parts, after=[aside])
         else:
             p.local(LOCAL, Collective.SCATTER, root=root, dst=out(root), after=[aside])
-    for k in range(p.size):
-        peer = (k - p.rank) % p.size
-        if peer not in at.mates:
-            sent = p.send(SEND, inp(peer), peer)
-            p.recv(RECV, out(peer), peer, after=[sent])
+    peers = (np.arange(p.size) - p.rank) % p.size
+    peers = peers[~np.isin(peers, at.mates)]
+    sent = p.sends(SEND, each(inp, peers), peers)
+    p.recvs(RECV, each(out, peers), peers, after=[sent])

@@ -1,30 +1,64 @@
 """How the members of islands split buffers that consist of shares: an island's shares, in its members' order, are its
-*region*, which the members of every island split evenly."""
+*region*, which the members of every island split evenly.
+
+Where they cut depends on the sizes of the two islands alone: of thousands of islands few are looked at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise, zip_longest
-from typing import Final
+from typing import Any, NamedTuple
 
-from ..ir import Span
-from .base import Draft
+import numpy as np
+from numpy.typing import NDArray
+
+from ..ir import Span, Spans
+from ..steps import MOST_NUMBERS, Ints, Numbers
+from .base import Draft, each
 from .between import Place
 
 Make = Callable[[int, int], Span]  # inp, out or tmp
 
 
-@dataclass(slots=True)
-class Piece:
-    """Units [start, start + count) of the share of `rank`, which member `j` of another island passes on. Never changed,
-    as a `Span`."""
+class Piece(NamedTuple):
+    """Units [start, start + units) of the share of an island's member `owner`, which another's member `j` passes on."""
 
-    rank: Final[int]
-    j: Final[int]
-    start: Final[int]
-    count: Final[int]
+    owner: int
+    j: int
+    start: int
+    units: int
+
+
+class Pieces(NamedTuple):
+    """Pieces of several islands, island by island: whose share each is in, its units there and in the buffer of all
+    shares, and with which rank it is exchanged. Those of the islands end at `ends`."""
+
+    peer: Ints
+    start: Numbers
+    wide: Numbers
+    units: Numbers
+    ends: Ints
+
+    def small(self, make: Callable[[Any], Span]) -> Spans:
+        """In a buffer of one share."""
+        return each(make, self.start, self.units)
+
+    def large(self, make: Callable[[Any], Span]) -> Spans:
+        """In a buffer of all shares."""
+        return each(make, self.wide, self.units)
+
+    @property
+    def island(self) -> Ints:
+        """The place of each one's island among them."""
+        return np.repeat(np.arange(self.ends.size), np.diff(self.ends, prepend=0))
+
+    def batch(self, p: Draft, steps: Ints, kept: NDArray[np.bool_] | slice = slice(None)) -> None:
+        """These steps, one for each that is `kept`, take turns where they are for one island (`Plan.batches`)."""
+        many = np.bincount(self.island[kept], minlength=self.ends.size)
+        begins = (np.cumsum(many) - many)[many > 1]
+        p.batches += zip(steps[begins].tolist(), many[many > 1].tolist(), strict=True)
 
 
 class Regions(Place):
@@ -35,14 +69,7 @@ class Regions(Place):
         p.islands = p.hosts
         p.pieces = self.pieces = p.there.common * parts
         self.home = p.there.of[p.root]
-
-    def split(self, region: int, island: int) -> tuple[Piece, ...]:
-        """The region of one island as another's members split it, in order."""
-        return _split(self.hosts[region], len(self.hosts[island]), self.pieces)
-
-    def span(self, make: Make, piece: Piece) -> Span:
-        """Where a piece lies in a buffer of all shares."""
-        return make(piece.rank * self.pieces + piece.start, piece.count)
+        self._number: type[Any] = np.int64 if 2 * p.size * p.pieces < MOST_NUMBERS else np.object_
 
     def share(self, make: Make, rank: int) -> Span:
         return make(rank * self.pieces, self.pieces)
@@ -58,36 +85,64 @@ class Regions(Place):
         """
         return _rows(make, self.hosts[region], self.k, self.pieces, merge)
 
-    def own(self, region: int) -> list[Piece]:
-        """My pieces of another island's region."""
-        return [piece for piece in self.split(region, self.i) if piece.j == self.j]
+    def own(self, regions: Iterable[int]) -> Pieces:
+        """My pieces of other islands' regions."""
+        found = [self.hosts[region] for region in regions]
+        pieces = [_passed(len(island), self.k, self.pieces, self.j) for island in found]
+        owners = [island[piece.owner] for island, mine in zip(found, pieces, strict=True) for piece in mine]
+        return self._columns(pieces, owners, owners)
 
-    def mine(self, island: int) -> list[tuple[int, Piece]]:
-        """The pieces of my share, and to which rank of another island each belongs."""
-        pieces = self.split(self.i, island)
-        return [(self.hosts[island][piece.j], piece) for piece in pieces if piece.rank == self.mates[self.j]]
+    def mine(self, islands: Iterable[int]) -> Pieces:
+        """The pieces of my share, as members of other islands pass them on."""
+        found = [self.hosts[island] for island in islands]
+        pieces = [_owned(self.k, len(island), self.pieces, self.j) for island in found]
+        peers = [island[piece.j] for island, mine in zip(found, pieces, strict=True) for piece in mine]
+        return self._columns(pieces, peers, [self.mates[self.j]] * len(peers))
 
-    def others(self, sign: int) -> list[int]:
-        """The other islands by their distance from mine, forwards or backwards."""
-        return [self.host_after(sign * d) for d in range(1, self.m)]
+    def _columns(self, pieces: Sequence[tuple[Piece, ...]], peers: list[int], owners: list[int]) -> Pieces:
+        start, units = (np.array([piece[i] for few in pieces for piece in few], self._number) for i in (2, 3))
+        wide: Numbers = start + np.array(owners, self._number) * self.pieces
+        return Pieces(np.array(peers, np.int64), start, wide, units, np.cumsum([*map(len, pieces)], dtype=np.int64))
+
+
+def _passed(size: int, k: int, n: int, j: int) -> tuple[Piece, ...]:
+    """Of a region of `size` shares of `n` units what member j of `k` passes on, in order."""
+    part = size * n // k
+    return _cut(part * j, part * (j + 1), n, part)
+
+
+def _owned(size: int, k: int, n: int, owner: int) -> tuple[Piece, ...]:
+    """The pieces of an owner's share, in order."""
+    return _cut(n * owner, n * (owner + 1), n, size * n // k)
 
 
 @lru_cache(maxsize=64)
-def _split(owners: tuple[int, ...], k: int, n: int) -> tuple[Piece, ...]:
-    each = len(owners) * n // k
-    cuts = sorted({*range(0, len(owners) * n + 1, n), *range(0, len(owners) * n + 1, each)})
-    return tuple(Piece(owners[a // n], a // each, a % n, b - a) for a, b in pairwise(cuts))
+def _cut(begin: int, stop: int, share: int, part: int) -> tuple[Piece, ...]:
+    cuts = sorted({begin, stop, *range(begin - begin % -share, stop, share), *range(begin - begin % -part, stop, part)})
+    return tuple([Piece(a // share, a // part, a % share, b - a) for a, b in pairwise(cuts)])
 
 
-@lru_cache(maxsize=64)  # the very same of all members, as `_intervals`
+@lru_cache(maxsize=64)
+def _places(shape: tuple[int, ...], k: int, n: int, merge: bool) -> tuple[tuple[tuple[int, int] | None, ...], ...]:
+    """As `_rows`: where spans begin, and their lengths. `shape` has the owners; all is counted from the first one's."""
+    rows: list[list[tuple[int, int]]] = []
+    for j in range(k):
+        spans: list[tuple[int, int]] = []
+        for owner, _, start, count in _passed(len(shape), k, n, j):
+            begin = shape[owner] * n + start
+            if merge and spans and sum(spans[-1]) == begin:
+                begin, length = spans.pop()
+                count += length
+            spans.append((begin, count))
+        rows.append(spans)
+    return tuple(zip_longest(*rows))
+
+
+@lru_cache(maxsize=64)  # the very same of all members, of which there may be a thousand
 def _rows(make: Make, owners: tuple[int, ...], k: int, n: int, merge: bool) -> tuple[tuple[Span | None, ...], ...]:
-    members: list[list[Span]] = [[] for _ in range(k)]
-    for piece in _split(owners, k, n):
-        spans, span = members[piece.j], make(piece.rank * n + piece.start, piece.count)
-        if merge and spans and spans[-1].start + spans[-1].count == span.start:
-            span = make(spans[-1].start, spans.pop().count + span.count)
-        spans.append(span)
-    return tuple(zip_longest(*members))
+    first = owners[0]
+    begin, places = first * n, _places(tuple([rank - first for rank in owners]), k, n, merge)
+    return tuple([tuple([at and make(begin + at[0], at[1]) for at in row]) for row in places])
 
 
 @lru_cache(maxsize=64)
