@@ -140,7 +140,11 @@ class Frame:
             self._step[mine[: len(theirs)]] = theirs[: len(mine)]
         self._step = self._step[head]
         messages = np.flatnonzero(peer >= 0)
-        where = np.array([self._there.of[r] for r in range(self.own.size)])[peer[messages]]
+        sizes, members = np.array([*map(len, self._islands)]), np.concatenate(self._islands)
+        of, place = np.zeros((2, self.own.size), np.int64)
+        of[members] = np.repeat(np.arange(sizes.size), sizes)
+        place[members] = np.arange(members.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        where = of[peer[messages]]
         found = self._step[messages]
         bad = (found < 0) | (flat.fields[0][found] != op[messages]) | (flat.peer[found] != where)
         if bad.any():
@@ -152,16 +156,14 @@ class Frame:
         assert self._flat is not None
         at = messages[order]
         each = np.maximum(total // self._flat.shares_of(self._mine)[self._step[at]], 1)
-        firsts = {r: self._first_atom(r) for r in {*peer[messages].tolist()}}
-        self._share[at], self._atom[at] = nth // each, nth % each + [firsts[r] for r in peer[at].tolist()]
+        kinds, kind = np.unique(place[peer[at]] * self.own.size + sizes[of[peer[at]]], return_inverse=True)
+        mine = self._first_atom(int(place[self.own.rank]), len(self._islands[self._here]))
+        firsts = [max(mine, self._first_atom(*divmod(kind, self.own.size))) for kind in kinds.tolist()]
+        self._share[at], self._atom[at] = nth // each, nth % each + np.array(firsts, np.int64)[kind]
 
-    def _first_atom(self, peer: int) -> int:
-        """Of those that this rank and `peer` own."""
-        begin = 0
-        for rank in (self.own.rank, peer):
-            island = self._islands[self._there.of[rank]]
-            begin = max(begin, self._there.common * island.index(rank) // len(island))
-        return bisect_left(self._cuts, begin)
+    def _first_atom(self, place: int, size: int) -> int:
+        """Of those that member `place` of an island of `size` owns."""
+        return bisect_left(self._cuts, self._there.common * place // size)
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -187,7 +189,8 @@ class Frame:
         """Those of the steps of `own` in pieces."""
         old, piece, share, part = pieces.origins
         columns = pieces.plan.columns
-        op, peer, deps, ends = columns.fields[0], columns.peer, columns.deps.tolist(), columns.ends.tolist()
+        local, peer = (columns.fields[0] == _LOCAL).tolist(), columns.peer
+        deps, ends = columns.deps.tolist(), columns.ends.tolist()
         parts = max(-(-(b - a) // made.most) for a, b in pairwise(made.at))
         numbers = Numbers(len(made.at) - 1, len(self._cuts), parts)
         (start, shares), each = self._starts(numbers), numbers.each
@@ -200,7 +203,7 @@ class Frame:
         before, least = _lane_before(columns.lane), (PACE * piece * each).tolist()
         for i in np.flatnonzero(peer < 0).tolist():
             after, earlier = deps[ends[i] : ends[i + 1]], before[i]
-            if op[i] != _LOCAL:
+            if not local[i]:
                 level[i] = 1 + max((level[d] for d in (*after, earlier) if d >= 0), default=-1)
                 continue
             ready = max((1 + (last[d] if known[d] else level[d]) for d in after), default=0)

@@ -141,8 +141,8 @@ def _places(shape: tuple[int, ...], k: int, n: int, merge: bool) -> tuple[tuple[
 @lru_cache(maxsize=64)  # the very same of all members, of which there may be a thousand
 def _rows(make: Make, owners: tuple[int, ...], k: int, n: int, merge: bool) -> tuple[tuple[Span | None, ...], ...]:
     first = owners[0]
-    begin, places = first * n, _places(tuple([rank - first for rank in owners]), k, n, merge)
-    return tuple([tuple([at and make(begin + at[0], at[1]) for at in row]) for row in places])
+    begin, places, buf = first * n, _places(tuple([rank - first for rank in owners]), k, n, merge), make(0, 1).buf
+    return tuple([tuple([at and Span(buf, begin + at[0], at[1]) for at in row]) for row in places])
 
 
 @lru_cache(maxsize=64)
