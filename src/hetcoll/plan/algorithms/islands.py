@@ -12,7 +12,7 @@ their distance, so that a message waits only for earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -21,8 +21,8 @@ import numpy as np
 from ...types import Collective
 from ..ir import Buf, Span, Spans
 from .base import Algorithm, Draft, each, inp, out, tmp
-from .between import Place, gather_between, reduce_between, together
-from .regions import Make, Regions
+from .between import Place, gather_between, reduce_between
+from .regions import Make, Pieces, Regions, cut
 
 LOCAL, SEND, RECV, LAST, ROUND = 0, 1, 2, 3, 4  # lanes; all-reduce has those of `between`
 
@@ -51,33 +51,23 @@ class Split(Place):
         p.units = self.units = p.there.common * parts
         self.home = p.there.of[p.root]
 
-    def interval(self, island: int, j: int) -> range:
-        """The units of member j."""
-        k = len(self.hosts[island])
-        return range(self.units * j // k, self.units * (j + 1) // k)
-
     def intervals(self, make: Make) -> tuple[Span, ...]:
         """Of all members of my island."""
         return _intervals(make, self.units, self.k)
 
-    def crossing(self, island: int) -> list[tuple[int, int, int]]:
-        """(owner there, first unit, units) of the pieces of my interval, as another island splits it."""
-        mine, members, found = self.interval(self.i, self.j), self.hosts[island], []
-        first, last = (unit * len(members) // self.units for unit in (mine.start, mine.stop - 1))
-        for j in range(first, last + 1):
-            both = _both(mine, self.interval(island, j))
-            found.append((members[j], both.start, both.stop - both.start))  # a length would have to fit a word
-        return found
+    def crossing(self, islands: Iterable[int]) -> Pieces:
+        """The pieces of my interval, as other islands split it."""
+        found, part = [self.hosts[island] for island in islands], self.units // self.k
+        mine = part * self.j, part * (self.j + 1), self.units
+        pieces = [cut(*mine, self.units // len(island)) for island in found]
+        peers = [island[piece.j] for island, few in zip(found, pieces, strict=True) for piece in few]
+        return Pieces.of(pieces, peers, [0] * len(peers), 2 * self.units)
 
 
 @lru_cache(maxsize=64)  # the very same of all members, of which there may be a thousand
 def _intervals(make: Make, units: int, k: int) -> tuple[Span, ...]:
     cuts = [units * j // k for j in range(k + 1)]
     return tuple(make(a, b - a) for a, b in pairwise(cuts))
-
-
-def _both(x: range, y: range) -> range:
-    return range(max(x.start, y.start), min(x.stop, y.stop))
 
 
 @_register(Collective.ALLREDUCE, compresses=True, turns=True)
@@ -107,18 +97,20 @@ def _exchange(p: Draft, at: Split, summed: int | None) -> list[int | None]:
     """Of two islands: both owners of a piece send it and add what comes. As many bytes each way as in two phases, and
     nothing to wait for in between; a + b has the same bits as b + a where there
     is one NaN."""
-    held, pieces = inp if at.k == 1 else out, at.crossing(1 - at.i)
-    with together(p):
-        terms = [p.rounded(9, out(a, n), held(a, n), summed, [peer]) for peer, a, n in pieces]
-    with together(p):
-        sent = [p.send(2, term, peer, after=[r]) for (term, r), (peer, _, _) in zip(terms, pieces, strict=True)]
-    with together(p):
-        came = [
-            p.recv_reduce(3, out(a, n), term, peer, after=[step])
-            for (term, _), step, (peer, a, n) in zip(terms, sent, pieces, strict=True)
-        ]
-    with together(p):
-        return [p.scaled(8, out(a, n), step) for step, (_, a, n) in zip(came, pieces, strict=True)]
+    pieces = at.crossing([1 - at.i])
+    here = pieces.large(out)
+    terms, ready = pieces.rounded(p, 9, here, pieces.large(inp if at.k == 1 else out), summed)
+    sent = p.sends(2, terms, pieces.peer, after=[ready])
+    came = p.recv_reduces(3, here, terms, pieces.peer, after=[sent])
+    for steps in (sent, came):
+        pieces.batch(p, steps)
+    if p.average:
+        came = np.array(
+            [p.scaled(8, span, step) for span, step in zip(here.each(came.size), came.tolist(), strict=True)]
+        )
+        pieces.batch(p, came)
+    final: list[int | None] = came.tolist()
+    return final
 
 
 @_register(Collective.BROADCAST, star=True)
@@ -131,16 +123,15 @@ def broadcast(p: Draft) -> None:
             p.local(LOCAL, Collective.BROADCAST, root=p.root, src=whole)
         elif at.k > 1:
             known = p.local(LOCAL, Collective.BROADCAST, root=p.root, dst=out(0, at.units))
-        for island in at.others(1):
-            with together(p):
-                for peer, start, count in at.crossing(island):
-                    p.send(SEND, inp(start, count) if known is None else out(start, count), peer, after=[known])
+        theirs = at.crossing(at.others(1))
+        theirs.batch(p, p.sends(SEND, theirs.large(inp if known is None else out), theirs.peer, after=[known]))
         return
-    with together(p):
-        came = [p.recv(RECV, out(start, count), peer) for peer, start, count in at.crossing(at.home)]
+    mine = at.crossing([at.home])
+    came = p.recvs(RECV, mine.large(out), mine.peer)
+    mine.batch(p, came)
     if at.k > 1:
         parts = at.intervals(out)
-        p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
+        p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came.tolist())
 
 
 @_register(Collective.REDUCE, star=True)
@@ -153,17 +144,15 @@ def reduce(p: Draft) -> None:
         if at.k > 1:
             mine, make = at.intervals(tmp)[at.j], tmp
             grown = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp))
-        with together(p):
-            for peer, start, count in at.crossing(at.home):
-                p.send(SEND, make(start, count), peer, after=[grown])
+        away = at.crossing([at.home])
+        away.batch(p, p.sends(SEND, away.large(make), away.peer, after=[grown]))
         return
-    total, grow = inp, out if at.k == 1 else tmp
-    reduced: int | None = None
-    for island in at.others(-1):
-        with together(p):
-            for peer, start, count in at.crossing(island):
-                reduced = p.recv_reduce(RECV, grow(start, count), total(start, count), peer)
-        total = grow
+    theirs = at.crossing(at.others(-1))
+    grow = theirs.large(out if at.k == 1 else tmp)
+    terms = Spans(np.where(theirs.island == 0, Buf.SEND, grow.buf), theirs.wide, theirs.units)
+    came = p.recv_reduces(RECV, grow, terms, theirs.peer)
+    theirs.batch(p, came)
+    reduced = int(came[-1]) if at.m > 1 else None
     if at.k > 1:
         for j, (term, result) in enumerate(zip(at.intervals(inp), at.intervals(out), strict=True)):
             if j == at.j and at.m > 1:
@@ -209,9 +198,8 @@ def reduce_scatter(p: Draft) -> None:
     if at.k > 1:
         ready = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=out(0, at.pieces), parts=at.shares(inp))
     away, mine = at.own(islands), at.mine(at.others(-1))
-    first, summed = len(p.lanes), away.large(tmp if at.k > 1 else inp)
-    terms, there = p.roundeds(ROUND, away.large(tmp), summed, grown[away.island], away.peer)
-    away.batch(p, there[there >= first], there >= first)
+    summed = away.large(tmp if at.k > 1 else inp)
+    terms, there = away.rounded(p, ROUND, away.large(tmp), summed, grown[away.island])
     away.batch(p, p.sends(SEND, terms, away.peer, after=[there]))
     fresh = (mine.island == 0) & (at.k == 1)
     term = Spans(np.where(fresh, Buf.SEND, Buf.RECV), np.where(fresh, mine.wide, mine.start), mine.units)

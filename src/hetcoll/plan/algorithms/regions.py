@@ -1,5 +1,5 @@
-"""How the members of islands split buffers that consist of shares: an island's shares, in its members' order, are its
-*region*, which the members of every island split evenly.
+"""How the members of islands split buffers: a whole one evenly. Of one that consists of shares, those of an island, in
+its members' order, are its *region*, which the members of every island split evenly.
 
 Where they cut depends on the sizes of the two islands alone: of thousands of islands few are looked at.
 """
@@ -32,14 +32,22 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Pieces of several islands, island by island: whose share each is in, its units there and in the buffer of all
-    shares, and with which rank it is exchanged. Those of the islands end at `ends`."""
+    """Pieces of several islands, island by island: with which rank each is exchanged, where it begins in its share and
+    in the buffer of all shares, and its length. Those of the islands end at `ends`."""
 
     peer: Ints
     start: Numbers
     wide: Numbers
     units: Numbers
     ends: Ints
+
+    @classmethod
+    def of(cls, pieces: Sequence[tuple[Piece, ...]], peers: list[int], begins: list[int], most: int) -> Pieces:
+        """Those of each island, of shares that begin there, in buffers of at most so many units."""
+        number: type[Any] = np.int64 if most < MOST_NUMBERS else np.object_
+        start, units = (np.array([piece[i] for few in pieces for piece in few], number) for i in (2, 3))
+        ends = np.cumsum([*map(len, pieces)], dtype=np.int64)
+        return cls(np.array(peers, np.int64), start, start + np.array(begins, number), units, ends)
 
     def small(self, make: Callable[[Any], Span]) -> Spans:
         """In a buffer of one share."""
@@ -53,6 +61,13 @@ class Pieces(NamedTuple):
     def island(self) -> Ints:
         """The place of each one's island among them."""
         return np.repeat(np.arange(self.ends.size), np.diff(self.ends, prepend=0))
+
+    def rounded(self, p: Draft, lane: int, dst: Spans, src: Spans, after: Ints | int | None) -> tuple[Spans, Ints]:
+        """As `Draft.roundeds`, in turns."""
+        first = len(p.lanes)
+        terms, ready = p.roundeds(lane, dst, src, after, self.peer)
+        self.batch(p, ready[ready >= first], ready >= first)
+        return terms, ready
 
     def batch(self, p: Draft, steps: Ints, kept: NDArray[np.bool_] | slice = slice(None)) -> None:
         """These steps, one for each that is `kept`, take turns where they are for one island (`Plan.batches`)."""
@@ -68,8 +83,7 @@ class Regions(Place):
         super().__init__(p)
         p.islands = p.hosts
         p.pieces = self.pieces = p.there.common * parts
-        self.home = p.there.of[p.root]
-        self._number: type[Any] = np.int64 if 2 * p.size * p.pieces < MOST_NUMBERS else np.object_
+        self.home, self._all = p.there.of[p.root], p.size * p.pieces
 
     def share(self, make: Make, rank: int) -> Span:
         return make(rank * self.pieces, self.pieces)
@@ -100,24 +114,23 @@ class Regions(Place):
         return self._columns(pieces, peers, [self.mates[self.j]] * len(peers))
 
     def _columns(self, pieces: Sequence[tuple[Piece, ...]], peers: list[int], owners: list[int]) -> Pieces:
-        start, units = (np.array([piece[i] for few in pieces for piece in few], self._number) for i in (2, 3))
-        wide: Numbers = start + np.array(owners, self._number) * self.pieces
-        return Pieces(np.array(peers, np.int64), start, wide, units, np.cumsum([*map(len, pieces)], dtype=np.int64))
+        return Pieces.of(pieces, peers, [rank * self.pieces for rank in owners], 2 * self._all)
 
 
 def _passed(size: int, k: int, n: int, j: int) -> tuple[Piece, ...]:
     """Of a region of `size` shares of `n` units what member j of `k` passes on, in order."""
     part = size * n // k
-    return _cut(part * j, part * (j + 1), n, part)
+    return cut(part * j, part * (j + 1), n, part)
 
 
 def _owned(size: int, k: int, n: int, owner: int) -> tuple[Piece, ...]:
     """The pieces of an owner's share, in order."""
-    return _cut(n * owner, n * (owner + 1), n, size * n // k)
+    return cut(n * owner, n * (owner + 1), n, size * n // k)
 
 
 @lru_cache(maxsize=64)
-def _cut(begin: int, stop: int, share: int, part: int) -> tuple[Piece, ...]:
+def cut(begin: int, stop: int, share: int, part: int) -> tuple[Piece, ...]:
+    """Units [begin, stop), of owners that have `share` units each and members of `part`."""
     cuts = sorted({begin, stop, *range(begin - begin % -share, stop, share), *range(begin - begin % -part, stop, part)})
     return tuple([Piece(a // share, a // part, a % share, b - a) for a, b in pairwise(cuts)])
 
