@@ -53,14 +53,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import ROOTED, WHOLE, Collective
-from .algorithms.base import Algorithm, power_of_two
+from .algorithms.base import Algorithm, groups_of, power_of_two
 from .costs import Groups, Hosts
 from .flat import LAG, PACE, Flat, Numbers, receives
 from .ir import Buf, Op, Plan
 from .pieces import Cut, Lengths
 from .pipeline import Pieces, in_pieces, share_units
 from .simulator.node import wrong
-from .steps import Columns, Ints
+from .steps import Columns, Ints, distinct
 
 _LOCAL = Op.LOCAL  # members are slow to look up
 
@@ -85,7 +85,7 @@ class Frame:
     """
 
     def __init__(self, own: Plan, entry: Algorithm, islands: Hosts, *, scale: bool = False, groups: Hosts = ()) -> None:
-        self.own, self._there, self._islands = own, Groups(islands), islands
+        self.own, self._there, self._islands = own, groups_of(islands), islands
         self._here, self._home = self._there.of[own.rank], self._there.of[own.root]
         self._made = bool(own.islands) and entry.flat is None  # for islands: others run among them
         self._cuts, n = [0], len(own.steps)  # where atoms begin
@@ -144,7 +144,7 @@ class Frame:
         of, place = np.zeros((2, self.own.size), np.int64)
         of[members] = np.repeat(np.arange(sizes.size), sizes)
         place[members] = np.arange(members.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        where = of[peer[messages]]
+        where, own_place = of[peer[messages]], int(place[self.own.rank])
         found = self._step[messages]
         bad = (found < 0) | (flat.fields[0][found] != op[messages]) | (flat.peer[found] != where)
         if bad.any():
@@ -156,10 +156,10 @@ class Frame:
         assert self._flat is not None
         at = messages[order]
         each = np.maximum(total // self._flat.shares_of(self._mine)[self._step[at]], 1)
-        kinds, kind = np.unique(place[peer[at]] * self.own.size + sizes[of[peer[at]]], return_inverse=True)
-        mine = self._first_atom(int(place[self.own.rank]), len(self._islands[self._here]))
-        firsts = [max(mine, self._first_atom(*divmod(kind, self.own.size))) for kind in kinds.tolist()]
-        self._share[at], self._atom[at] = nth // each, nth % each + np.array(firsts, np.int64)[kind]
+        place = place[peer[at]] * self.own.size + sizes[of[peer[at]]]  # of which few differ
+        places, mine = distinct(place)[0], self._first_atom(own_place, len(self._islands[self._here]))
+        firsts = np.array([max(mine, self._first_atom(*divmod(x, self.own.size))) for x in places.tolist()], np.int64)
+        self._share[at], self._atom[at] = nth // each, nth % each + firsts[np.searchsorted(places, place)]
 
     def _first_atom(self, place: int, size: int) -> int:
         """Of those that member `place` of an island of `size` owns."""

@@ -279,6 +279,15 @@ def _spans(table: Numbers) -> list[Span | None]:
     return [None if buf < 0 else Span(_BUFS[buf], start, count) for buf, start, count in table.T.tolist()]
 
 
+def distinct(numbers: Numbers) -> tuple[Numbers, Ints]:
+    """The numbers that are there, rising, and where each first is. np.unique does the same, but imports masked arrays,
+    which takes longer than to draw a plan."""
+    order = np.argsort(numbers, kind="stable")
+    rising, first = numbers[order], np.ones(order.size, np.bool_)
+    first[1:] = rising[1:] != rising[:-1]
+    return rising[first], order[first]
+
+
 def fresh(at: Ints, deps: Ints, lanes: array[int], waited: dict[tuple[int, int], int]) -> tuple[Ints, Ints]:
     """Which steps wait for which, where step ``at[i]`` was to wait for ``deps[i]``: in order, each once, and without
     what its own lane does, or an earlier step of that has waited for. `waited` has the last one by lane and other lane.
@@ -291,7 +300,7 @@ def fresh(at: Ints, deps: Ints, lanes: array[int], waited: dict[tuple[int, int],
     left = np.ones(at.shape, np.bool_)
     left[1:] = (np.diff(at) != 0) | (np.diff(deps) != 0)
     edges = np.frombuffer(lanes, np.intc)[at].astype(np.int64) << 32 | np.frombuffer(lanes, np.intc)[deps]
-    for edge in np.unique(edges).tolist():
+    for edge in distinct(edges)[0].tolist():
         lane, other = edge >> 32, edge & 0xFFFFFFFF
         these = np.flatnonzero(edges == edge)
         if lane == other:

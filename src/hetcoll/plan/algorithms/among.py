@@ -14,7 +14,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
 from ..ir import Buf, Plan
-from ..steps import Ints
+from ..steps import Ints, distinct
 from .atoms import AMONG, Shares, Steps, Whole, atoms_of
 from .base import Algorithm, Draft, inp, out, tmp
 from .islands import ISLANDS, Split
@@ -175,6 +175,6 @@ class _Shares(_Inside, Shares):
         steps, regions = map(np.concatenate, zip(*rows, strict=True))
         at = np.full(len(self.p.hosts), len(self.steps) if first else -1)
         (np.minimum if first else np.maximum).at(at, regions, steps)
-        found = np.unique(regions)
+        found = distinct(regions)[0]
         order: list[int] = found[np.lexsort((found, at[found]))].tolist()
         return order

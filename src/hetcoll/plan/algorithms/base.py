@@ -292,10 +292,7 @@ class Algorithm(NamedTuple):
         ordered = ordered and self.collective in REDUCING
         if ordered and not self.ordered:
             raise ArgumentError(f"{self.collective.label} by {self.name} does not reduce in the order of ranks")
-        if not hosts:
-            there = _one_host(size)
-        elif (there := _LAST[0]).ranks is not hosts:  # to compare them, and to hash them, takes long
-            there = _LAST[0] = Groups(hosts)
+        there = groups_of(hosts) if hosts else _one_host(size)
         if there.size != size:
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
         hosts = there.ranks
@@ -324,7 +321,16 @@ def _one_host(size: int) -> Groups:
     return Groups((tuple(range(size)),))
 
 
-_LAST = [_one_host(1)]  # as a rank may draw the plans of many over the same hosts
+_LAST = [_one_host(1)]
+
+
+def groups_of(ranks: Hosts) -> Groups:
+    """These groups. The last ones are kept, as a rank may draw the plans of many over the same hosts: to compare them,
+    and to hash them, takes long."""
+    if _LAST[0].ranks is not ranks:
+        _LAST[0] = Groups(ranks)
+    return _LAST[0]
+
 
 _MOST_STRETCHED = 1 << 15  # units
 _GRAIN = 16  # elements, which most types have at least a cache line of
