@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -107,3 +108,51 @@ def test_which_algorithms_turn() -> None:
     for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
         assert ISLANDS[kind].turns
         assert {name for name, entry in ALGORITHMS[kind].items() if entry.turns} == {"ring", "direct"}
+
+
+MANY = 512  # islands
+CALLS = {"islands": 36, "doubling": 36, "halving": 36, "tree": 64}  # of Python's functions, for each island
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, "islands") for kind in ISLANDS),
+        (Collective.ALLGATHER, "doubling"),
+        (Collective.REDUCE_SCATTER, "halving"),
+        (Collective.BROADCAST, "tree"),
+        (Collective.REDUCE, "tree"),
+    ],
+    ids=str,
+)
+def test_what_a_rank_draws_takes_few_calls_for_each_island(kind: Collective, name: str) -> None:
+    """That of the root, and of a rank in the middle. Memory is as long as 512 islands leave it whole: in one piece."""
+    islands = tuple(Island(ranks) for ranks in side_by_side(*[8] * MANY))
+    entry, n, calls = ISLANDS[kind] if name == "islands" else among(ALGORITHMS[kind][name]), 8 * MANY, 0
+
+    def count(_frame: object, event: str, _what: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for rank in (0, n // 2):
+        calls = 0
+        sys.setprofile(count)
+        try:
+            own = entry.build(n, rank, hosts=islands)
+            ordered(Frame(own, entry, islands), Cut((0, 1), 1, 1))
+        finally:
+            sys.setprofile(None)
+        assert calls < CALLS[name] * MANY
+        Island.asked = 0
+        own.encode()
+        assert Island.asked <= MANY
+
+
+class Island(tuple[int, ...]):
+    """Its ranks. It counts how often any is asked whether it holds a rank."""
+
+    asked = 0
+
+    def __contains__(self, rank: object) -> bool:
+        Island.asked += 1
+        return super().__contains__(rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import struct
+import subprocess
 import sys
 from types import FrameType
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import DEADLINE
 
 from hetcoll import _native
 from hetcoll.errors import ArgumentError
@@ -170,3 +172,45 @@ def test_edges_are_pairs_of_peer_and_channel() -> None:
 @pytest.mark.parametrize("kind", list(Collective))
 def test_v_forms_run_the_plans_of_their_plain_form(kind: Collective) -> None:
     assert kind.plain.label == kind.label.removesuffix("v")
+
+
+DRAWING = """
+import sys
+from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.plan.algorithms.among import among
+from hetcoll.plan.algorithms.atoms import AMONG
+from hetcoll.plan.algorithms.hosts import among_hosts, runs_among
+from hetcoll.plan.algorithms.islands import ISLANDS
+from hetcoll.plan.order import Frame, ordered
+from hetcoll.plan.pieces import Cut
+
+drawn = 0
+for kinds, islands in ((4, 4, 4, 4), (24, 2)), ((2, 2, 2, 2), (3, 1, 1, 3)):
+    for sizes in (kinds, islands):
+        ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        hosts = tuple(tuple(range(a, b)) for a, b in zip(ends, ends[1:]))
+        n = ends[-1]
+        for kind, table in ALGORITHMS.items():
+            flat = [entry for entry in table.values() if entry.supports(n)]
+            some = [x for x in table.values() if kind in AMONG and not x.equal and x.supports(len(hosts))]
+            led = [among_hosts(entry, led=led) for entry in some if runs_among(entry) for led in (False, True)]
+            inside = [among(entry) for entry in some] + ([ISLANDS[kind]] if kind in ISLANDS else [])
+            for entry in flat + led + inside:
+                for compress in (False, True)[: 1 + entry.compresses]:
+                    plan = entry.build(n, n - 1, hosts=hosts, compress=compress)
+                    plan.encode(plan.points())
+                    drawn += 1
+                    if entry in inside and not compress:
+                        ordered(Frame(plan, entry, hosts), Cut((0, 1, 2), 1, 1))
+print(drawn, sorted(name for name in sys.modules if name.startswith("numpy.ma.")))
+"""
+
+
+def test_to_draw_plans_imports_nothing() -> None:
+    """np.unique imports masked arrays, which took more time than the first plan."""
+    found = subprocess.run(
+        [sys.executable, "-c", DRAWING], stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE
+    )
+    drawn, imported = found.stdout.split(" ", 1)
+    assert int(drawn) > 100
+    assert imported.strip() == "[]"

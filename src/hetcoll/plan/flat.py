@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..types import WHOLE
-from .ir import Op, Plan
+from .ir import Op, Plan, columns_of
 from .pieces import SLOTS
 from .pipeline import share_units
 from .simulator.node import wrong
-from .steps import Ints
+from .steps import Columns, Ints
 
 LAG = SLOTS
 """Levels from what a rank does for another one to what that does then."""
@@ -53,22 +54,20 @@ class Flat:
     """
 
     def __init__(self, plans: Sequence[Plan], *, turns: bool = False, swaps: bool = False) -> None:
-        columns = [plan.columns for plan in plans]
-        spans = [(each.src, each.dst) for each in columns]
+        columns = _joined(plans)
         self.plans = plans
-        self._begins = np.cumsum([0, *map(len, columns)])
+        self._begins = np.cumsum([0, *(len(plan.steps) for plan in plans)])
         self._plan = np.repeat(np.arange(len(plans)), np.diff(self._begins))  # whose each step is
-        self._op, self._lane, self._peer, self._channel, _ = np.concatenate([each.fields for each in columns], axis=1)
-        self._src, self._dst = (np.concatenate(each, axis=1) for each in zip(*spans, strict=True))
+        self._op, self._lane, self._peer, self._channel, _ = columns.fields
+        self._src, self._dst = columns.src, columns.dst
         self._units = np.where(self._src[0] < 0, self._dst[2], self._src[2])
         self.longest = min(share_units(plans[0]), int(self._units[self._peer >= 0].max(initial=1)))
         self._touched = self._shares()
         steps, lanes = np.arange(len(self._plan)), np.lexsort((self._lane, self._plan))
         same = (np.diff(self._lane[lanes]) == 0) & (np.diff(self._plan[lanes]) == 0)
         self._lanes = np.stack([lanes[:-1][same], lanes[1:][same]])
-        deps = [each.deps + begin for each, begin in zip(columns, self._begins, strict=False)]
-        ends = np.concatenate([np.diff(each.ends) for each in columns])
-        self._deps = np.stack([np.concatenate(deps), np.repeat(steps, ends)])
+        waits = np.repeat(steps, np.diff(columns.ends))
+        self._deps = np.stack([columns.deps + self._begins[self._plan[waits]], waits])
         sent, received = self._messages(turns, swaps)
         self._node, self._after = steps.copy(), np.where(receives(self._op), LAG, 0)  # a message is one node
         self._node[received] = sent
@@ -135,11 +134,9 @@ class Flat:
 
     def _sorted(self, edges: Ints, weights: Ints) -> list[int]:
         """The nodes, each after those that it starts after."""
-        (earlier, later), missing = edges[:, weights > 0], [0] * len(self._plan)
-        by = np.argsort(earlier, kind="stable")
-        at, laters = np.searchsorted(earlier[by], np.arange(len(missing) + 1)).tolist(), later[by].tolist()
-        for node in laters:
-            missing[node] += 1
+        (earlier, later), nodes = edges[:, weights > 0], len(self._plan)
+        by, missing = np.argsort(earlier, kind="stable"), np.bincount(later, minlength=nodes).tolist()
+        at, laters = np.searchsorted(earlier[by], np.arange(nodes + 1)).tolist(), later[by].tolist()
         ready = deque(node for node, count in enumerate(missing) if not count)
         order = []
         while ready:
@@ -177,6 +174,16 @@ class Flat:
         plan = int(self._plan[node])
         problem = f"deadlock with {SLOTS} slots of one message each"
         return wrong(self.plans[plan], node - int(self._begins[plan]), problem)
+
+
+def _joined(plans: Sequence[Plan]) -> Columns:
+    """All their steps, whose deps are numbers of steps of their own plan. Those of small plans, of which there may be
+    thousands, become columns at once."""
+    parts: list[Columns] = []
+    for many, group in groupby(plans, lambda plan: isinstance(plan.steps, Columns)):
+        some = [*group]
+        parts += [plan.columns for plan in some] if many else [columns_of([*chain(*(plan.steps for plan in some))])]
+    return Columns.joined(parts)
 
 
 def receives(op: Ints) -> NDArray[np.bool_]:

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, repeat, starmap
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +60,9 @@ Points = tuple[Sequence[int], Sequence[int]]
 """Units of SEND, and of RECV, in rising order: see `Plan.points`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Plan:
-    """What rank `rank` of `size` does for one collective.
+    """What rank `rank` of `size` does for one collective. Never changed, as a `Step`: a rank may draw thousands.
 
     `send_units` and `recv_units` are the numbers of units that the user's buffers are cut into. SCRATCH is
     `scratch_copies` copies of `scratch_like`. `credits` is the least number of slots a channel needs; 0 means that
@@ -78,32 +79,35 @@ class Plan:
     for several parts of the data, whose pieces take turns (`pipeline`).
     """
 
-    collective: Collective
-    algorithm: str
-    size: int
-    rank: int
-    send_units: int
-    recv_units: int
-    steps: Sequence[Step]
-    root: int = 0
-    scratch_copies: int = 0
-    scratch_like: Buf = Buf.SEND
-    credits: int = 0
-    pieces: int = 1
-    islands: tuple[tuple[int, ...], ...] = ()
-    apart: bool = False
-    compress: bool = False
-    staged: bool = False
-    stretches: int = 1
-    redundant: bool = False
-    ordered: bool = False
-    equal: bool = False
-    batches: tuple[tuple[int, int], ...] = ()
+    collective: Final[Collective]
+    algorithm: Final[str]
+    size: Final[int]
+    rank: Final[int]
+    send_units: Final[int]
+    recv_units: Final[int]
+    steps: Final[Sequence[Step]]
+    root: Final[int] = 0
+    scratch_copies: Final[int] = 0
+    scratch_like: Final[Buf] = Buf.SEND
+    credits: Final[int] = 0
+    pieces: Final[int] = 1
+    islands: Final[tuple[tuple[int, ...], ...]] = ()
+    apart: Final[bool] = False
+    compress: Final[bool] = False
+    staged: Final[bool] = False
+    stretches: Final[int] = 1
+    redundant: Final[bool] = False
+    ordered: Final[bool] = False
+    equal: Final[bool] = False
+    batches: Final[tuple[tuple[int, int], ...]] = ()
+    _columns: Columns | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def columns(self) -> Columns:
         """The steps in columns."""
-        return self.steps if isinstance(self.steps, Columns) else columns_of(self.steps)
+        if self._columns is None:
+            self._columns = self.steps if isinstance(self.steps, Columns) else columns_of(self.steps)
+        return self._columns
 
     @property
     def lanes(self) -> int:
@@ -157,9 +161,6 @@ class Plan:
         """The members of this rank's island, in order."""
         return next((island for island in self.islands if self.rank in island), (self.rank,))
 
-    def _place(self, rank: int) -> int:
-        return self.island.index(rank) if rank in self.island else -1
-
     def dump(self) -> str:
         """The plan for people, a line a step."""
         head = f"{self.collective.label} by {self.algorithm}: rank {self.rank} of {self.size}"
@@ -182,10 +183,10 @@ class Plan:
         rows = np.zeros((STEP.size // 4, len(op)), np.int64)
         rows[1], rows[2:5], rows[5:8], rows[8], rows[9] = peer, src, dst, columns.ends[:-1], np.diff(columns.ends)
         if columns.locals:
-            channel = channel.copy()
-        for i, local in columns.locals.items():
-            channel[i], rows[1, i], rows[11, i] = local.kind, self._place(local.root), len(local.parts)
-        if columns.locals:
+            places = {rank: at for at, rank in enumerate(self.island)}
+            found = [(local.kind, places.get(local.root, -1), len(local.parts)) for local in columns.locals.values()]
+            channel, at = channel.copy(), [*columns.locals]
+            channel[at], rows[1, at], rows[11, at] = np.array(found).T
             rows[10] = np.cumsum(rows[11]) - rows[11]
         if ((op | lane | channel) >> 8).any():
             raise ArgumentError(f"wanted operations, lanes and channels of 0 to 255 in a plan, got lane {lane.max()}")
@@ -299,7 +300,7 @@ class Builder:
     def steps(self) -> Sequence[Step]:
         """All of them, so far."""
         if not self._many:
-            return columns_of(self._single) if self._single else ()
+            return tuple(self._single)
         self._fold()
         return Columns.joined(self._many)
 

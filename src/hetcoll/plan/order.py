@@ -53,14 +53,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import ROOTED, WHOLE, Collective
-from .algorithms.base import Algorithm, power_of_two
+from .algorithms.base import Algorithm, groups_of, power_of_two
 from .costs import Groups, Hosts
 from .flat import LAG, PACE, Flat, Numbers, receives
 from .ir import Buf, Op, Plan
 from .pieces import Cut, Lengths
 from .pipeline import Pieces, in_pieces, share_units
 from .simulator.node import wrong
-from .steps import Columns, Ints
+from .steps import Columns, Ints, distinct
 
 _LOCAL = Op.LOCAL  # members are slow to look up
 
@@ -85,7 +85,7 @@ class Frame:
     """
 
     def __init__(self, own: Plan, entry: Algorithm, islands: Hosts, *, scale: bool = False, groups: Hosts = ()) -> None:
-        self.own, self._there, self._islands = own, Groups(islands), islands
+        self.own, self._there, self._islands = own, groups_of(islands), islands
         self._here, self._home = self._there.of[own.rank], self._there.of[own.root]
         self._made = bool(own.islands) and entry.flat is None  # for islands: others run among them
         self._cuts, n = [0], len(own.steps)  # where atoms begin
@@ -140,7 +140,11 @@ class Frame:
             self._step[mine[: len(theirs)]] = theirs[: len(mine)]
         self._step = self._step[head]
         messages = np.flatnonzero(peer >= 0)
-        where = np.array([self._there.of[r] for r in range(self.own.size)])[peer[messages]]
+        sizes, members = np.array([*map(len, self._islands)]), np.concatenate(self._islands)
+        of, place = np.zeros((2, self.own.size), np.int64)
+        of[members] = np.repeat(np.arange(sizes.size), sizes)
+        place[members] = np.arange(members.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        where, own_place = of[peer[messages]], int(place[self.own.rank])
         found = self._step[messages]
         bad = (found < 0) | (flat.fields[0][found] != op[messages]) | (flat.peer[found] != where)
         if bad.any():
@@ -152,16 +156,14 @@ class Frame:
         assert self._flat is not None
         at = messages[order]
         each = np.maximum(total // self._flat.shares_of(self._mine)[self._step[at]], 1)
-        firsts = {r: self._first_atom(r) for r in {*peer[messages].tolist()}}
-        self._share[at], self._atom[at] = nth // each, nth % each + [firsts[r] for r in peer[at].tolist()]
+        place = place[peer[at]] * self.own.size + sizes[of[peer[at]]]  # of which few differ
+        places, mine = distinct(place)[0], self._first_atom(own_place, len(self._islands[self._here]))
+        firsts = np.array([max(mine, self._first_atom(*divmod(x, self.own.size))) for x in places.tolist()], np.int64)
+        self._share[at], self._atom[at] = nth // each, nth % each + firsts[np.searchsorted(places, place)]
 
-    def _first_atom(self, peer: int) -> int:
-        """Of those that this rank and `peer` own."""
-        begin = 0
-        for rank in (self.own.rank, peer):
-            island = self._islands[self._there.of[rank]]
-            begin = max(begin, self._there.common * island.index(rank) // len(island))
-        return bisect_left(self._cuts, begin)
+    def _first_atom(self, place: int, size: int) -> int:
+        """Of those that member `place` of an island of `size` owns."""
+        return bisect_left(self._cuts, self._there.common * place // size)
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -187,7 +189,8 @@ class Frame:
         """Those of the steps of `own` in pieces."""
         old, piece, share, part = pieces.origins
         columns = pieces.plan.columns
-        op, peer, deps, ends = columns.fields[0], columns.peer, columns.deps.tolist(), columns.ends.tolist()
+        local, peer = (columns.fields[0] == _LOCAL).tolist(), columns.peer
+        deps, ends = columns.deps.tolist(), columns.ends.tolist()
         parts = max(-(-(b - a) // made.most) for a, b in pairwise(made.at))
         numbers = Numbers(len(made.at) - 1, len(self._cuts), parts)
         (start, shares), each = self._starts(numbers), numbers.each
@@ -200,7 +203,7 @@ class Frame:
         before, least = _lane_before(columns.lane), (PACE * piece * each).tolist()
         for i in np.flatnonzero(peer < 0).tolist():
             after, earlier = deps[ends[i] : ends[i + 1]], before[i]
-            if op[i] != _LOCAL:
+            if not local[i]:
                 level[i] = 1 + max((level[d] for d in (*after, earlier) if d >= 0), default=-1)
                 continue
             ready = max((1 + (last[d] if known[d] else level[d]) for d in after), default=0)

@@ -64,9 +64,10 @@ class Span:
         return f"{self.buf.name.lower()}[{self.start}:{self.start + self.count}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Local:
     """Which collective a LOCAL step is. All members of the rank's island take part, also those it gives nothing to do.
+    Never changed, as a `Step`.
 
     `root` is a rank, for a rooted collective. `parts` has one span, or None for nothing, for each member of the island
     in its order. Who has which spans:
@@ -87,9 +88,9 @@ class Local:
     parts that lie side by side in the order of members; everything else is a group of rooted calls.
     """
 
-    kind: Collective
-    root: int = -1
-    parts: tuple[Span | None, ...] = ()
+    kind: Final[Collective]
+    root: Final[int] = -1
+    parts: Final[tuple[Span | None, ...]] = ()
 
     def __str__(self) -> str:
         root = f" root {self.root}" if self.root >= 0 else ""
@@ -278,6 +279,15 @@ def _spans(table: Numbers) -> list[Span | None]:
     return [None if buf < 0 else Span(_BUFS[buf], start, count) for buf, start, count in table.T.tolist()]
 
 
+def distinct(numbers: Numbers) -> tuple[Numbers, Ints]:
+    """The numbers that are there, rising, and where each first is. np.unique does the same, but imports masked arrays,
+    which takes longer than to draw a plan."""
+    order = np.argsort(numbers, kind="stable")
+    rising, first = numbers[order], np.ones(order.size, np.bool_)
+    first[1:] = rising[1:] != rising[:-1]
+    return rising[first], order[first]
+
+
 def fresh(at: Ints, deps: Ints, lanes: array[int], waited: dict[tuple[int, int], int]) -> tuple[Ints, Ints]:
     """Which steps wait for which, where step ``at[i]`` was to wait for ``deps[i]``: in order, each once, and without
     what its own lane does, or an earlier step of that has waited for. `waited` has the last one by lane and other lane.
@@ -290,7 +300,7 @@ def fresh(at: Ints, deps: Ints, lanes: array[int], waited: dict[tuple[int, int],
     left = np.ones(at.shape, np.bool_)
     left[1:] = (np.diff(at) != 0) | (np.diff(deps) != 0)
     edges = np.frombuffer(lanes, np.intc)[at].astype(np.int64) << 32 | np.frombuffer(lanes, np.intc)[deps]
-    for edge in np.unique(edges).tolist():
+    for edge in distinct(edges)[0].tolist():
         lane, other = edge >> 32, edge & 0xFFFFFFFF
         these = np.flatnonzero(edges == edge)
         if lane == other:

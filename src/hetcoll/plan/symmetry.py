@@ -8,7 +8,7 @@ is believed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -171,7 +171,7 @@ def _blocks(plan: Plan, times: int) -> Iterator[tuple[int, int, int]]:
             yield (*both, both[plan.scratch_like])
 
 
-_HEADER = attrgetter(*(name for name in Plan.__dataclass_fields__ if name not in ("rank", "steps")))
+_HEADER = attrgetter(*(each.name for each in fields(Plan) if each.compare and each.name not in ("rank", "steps")))
 
 
 class Stand:

@@ -14,10 +14,11 @@ import numpy as np
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
 from ..ir import Buf, Plan
-from ..steps import Ints
+from ..steps import Ints, distinct
 from .atoms import AMONG, Shares, Steps, Whole, atoms_of
 from .base import Algorithm, Draft, inp, out, tmp
-from .islands import ISLANDS, Regions, Split
+from .islands import ISLANDS, Split
+from .regions import Regions
 
 
 @lru_cache(maxsize=256)
@@ -71,8 +72,9 @@ class _Inside(Steps):
         last. There may be a thousand, of a thousand regions."""
         steps, regions = self.regions(np.where(self.steps.dst[0] == Buf.RECV, self.steps.dst, -1))
         found: dict[int, list[int]] = {region: [] for region in range(len(self.p.hosts))}
-        for step, region in zip(steps.tolist(), regions.tolist(), strict=True):
-            found[region] += self.made(step)[-1:].tolist()
+        last = self.begin[steps] + np.maximum(self.count[steps], 1) - 1
+        for step, region in zip(last.tolist(), regions.tolist(), strict=True):
+            found[region].append(step)
         return found
 
 
@@ -173,6 +175,6 @@ class _Shares(_Inside, Shares):
         steps, regions = map(np.concatenate, zip(*rows, strict=True))
         at = np.full(len(self.p.hosts), len(self.steps) if first else -1)
         (np.minimum if first else np.maximum).at(at, regions, steps)
-        found = np.unique(regions)
+        found = distinct(regions)[0]
         order: list[int] = found[np.lexsort((found, at[found]))].tolist()
         return order

@@ -44,9 +44,11 @@ class Atom:
 @lru_cache(maxsize=8)
 def atoms_of(there: Groups) -> tuple[Atom, ...]:
     groups, common = there.ranks, there.common
-    sizes = set(map(len, groups))
+    sizes = {*map(len, groups)}
     cuts = sorted({common * j // k for k in sizes for j in range(k + 1)})
-    return tuple(Atom(a, b, tuple(group[a * len(group) // common] for group in groups)) for a, b in pairwise(cuts))
+    places = [{k: a * k // common for k in sizes} for a in cuts[:-1]]
+    owners = [tuple([group[place[len(group)]] for group in groups]) for place in places]
+    return tuple(Atom(a, b, those) for (a, b), those in zip(pairwise(cuts), owners, strict=True))
 
 
 class Placed(NamedTuple):

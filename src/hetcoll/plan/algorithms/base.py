@@ -36,7 +36,7 @@ from ..steps import Ints
 After = Iterable[int | None]
 Afters = Iterable[Ints | int | None]
 Many = Spans | Span  # one for each step, or the same of all
-SEND, RECV, RECV_REDUCE = Op.SEND, Op.RECV, Op.RECV_REDUCE  # members of an enum are slow to look up
+SEND, RECV, RECV_REDUCE, LOCAL = Op.SEND, Op.RECV, Op.RECV_REDUCE, Op.LOCAL  # members of an enum are slow to look up
 _INP, _OUT, _TMP = Buf
 
 
@@ -140,16 +140,14 @@ class Draft(Builder):
         """Each `copy`."""
         return self.add_many(Op.COPY, lane, src, dst, deps=after)
 
-    def roundeds(
-        self, lane: int, dst: Spans, src: Spans, step: int | None, peers: Ints
-    ) -> tuple[Spans, Ints | int | None]:
+    def roundeds(self, lane: int, dst: Spans, src: Spans, steps: Ints | int | None, peers: Ints) -> tuple[Spans, Ints]:
         """As `rounded`, of a span for each of `peers`, at the same place in `dst` and `src`."""
+        ready = np.full(peers.size, -1 if steps is None else steps)
         if not self.slow:
-            return src, step
+            return src, ready
         far, size = np.isin(peers, [*self.slow]), np.broadcast_to(src.count, peers.shape)
-        ready = np.full(peers.size, -1 if step is None else step)
         froms, tos = (Spans(each.buf, src.start[far], size[far]) for each in (src, dst))
-        ready[far] = self.add_many(Op.ROUND, lane, froms, tos, deps=[step])
+        ready[far] = self.add_many(Op.ROUND, lane, froms, tos, deps=[ready[far]])
         return Spans(np.where(far, dst.buf, src.buf), src.start, src.count), ready
 
     def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
@@ -172,9 +170,8 @@ class Draft(Builder):
         after: After = (),
     ) -> int:
         """The vendor's collective `kind` inside this rank's island, from `src` to `dst`; see `hetcoll.plan.Local`."""
-        last = {self.lanes[step]: step for step in sorted(s for s in after if s is not None)}
-        what = Local(kind, root, tuple(parts))
-        return self.add(Op.LOCAL, lane, src=src, dst=dst, deps=last.values(), local=what)
+        last = {self.lanes[step]: step for step in sorted(s for s in after if s is not None)} if after else {}
+        return self.add(LOCAL, lane, src, dst, deps=last.values(), local=Local(kind, root, tuple(parts)))
 
     def scaled(self, lane: int, dst: Span, reduced: int | None) -> int | None:
         """The step after which `dst` is final: a division when the collective averages, else `reduced` itself."""
@@ -295,10 +292,7 @@ class Algorithm(NamedTuple):
         ordered = ordered and self.collective in REDUCING
         if ordered and not self.ordered:
             raise ArgumentError(f"{self.collective.label} by {self.name} does not reduce in the order of ranks")
-        if not hosts:
-            there = _one_host(size)
-        elif (there := _LAST[0]).ranks is not hosts:  # to compare them, and to hash them, takes long
-            there = _LAST[0] = Groups(hosts)
+        there = groups_of(hosts) if hosts else _one_host(size)
         if there.size != size:
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
         hosts = there.ranks
@@ -327,7 +321,16 @@ def _one_host(size: int) -> Groups:
     return Groups((tuple(range(size)),))
 
 
-_LAST = [_one_host(1)]  # as a rank may draw the plans of many over the same hosts
+_LAST = [_one_host(1)]
+
+
+def groups_of(ranks: Hosts) -> Groups:
+    """These groups. The last ones are kept, as a rank may draw the plans of many over the same hosts: to compare them,
+    and to hash them, takes long."""
+    if _LAST[0].ranks is not ranks:
+        _LAST[0] = Groups(ranks)
+    return _LAST[0]
+
 
 _MOST_STRETCHED = 1 << 15  # units
 _GRAIN = 16  # elements, which most types have at least a cache line of

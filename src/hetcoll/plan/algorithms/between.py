@@ -7,8 +7,7 @@ island. A part is added up between the islands by the owner on the part's own is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -18,15 +17,6 @@ from ..costs import Groups
 from ..ir import Spans
 from ..steps import MOST_NUMBERS, Ints, Numbers
 from .base import Draft, each, inp, out
-
-
-@contextmanager
-def together(p: Draft) -> Iterator[None]:
-    """Whatever is added meanwhile, to one lane, is one step for several parts of the data: see `Plan.batches`."""
-    first = len(p.lanes)
-    yield
-    if len(p.lanes) > first + 1:
-        p.batches.append((first, len(p.lanes) - first))
 
 
 class Place:
@@ -41,8 +31,9 @@ class Place:
     def mates_after(self) -> list[int]:
         return [self.mates[(self.j + d) % self.k] for d in range(1, self.k)]
 
-    def host_after(self, d: int) -> int:
-        return (self.i + d) % self.m
+    def others(self, sign: int) -> list[int]:
+        """The other hosts by their distance from mine, forwards or backwards."""
+        return [*range(self.i + 1, self.m), *range(self.i)][::sign]
 
     @cached_property
     def parts(self) -> Parts:

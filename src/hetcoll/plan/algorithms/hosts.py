@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
 from ..ir import Buf, Op, Plan, Span, Spans
-from ..steps import Ints, Numbers, row_of, table_of
+from ..steps import Ints, Numbers, distinct, row_of, table_of
 from .atoms import AMONG, Atom, Placed, Shares, Steps, Whole, atoms_of, spread_out
 from .base import Algorithm, Draft, each, inp, out, tmp
 
@@ -96,7 +96,7 @@ class _Inside(Steps):
         """The spans of SEND in the order in which the flat plan first touches them, each unit once."""
         return _once(self.steps.src, Buf.SEND, last=False)[1]
 
-    def written(self, taken: Iterable[int] = ()) -> tuple[Ints, Numbers]:
+    def written(self, taken: range = range(0)) -> tuple[Ints, Numbers]:
         """Which step wrote RECV last, and the spans of it, in that order; without units that are `taken`."""
         return _once(self.steps.dst, Buf.RECV, last=True, taken=taken)
 
@@ -182,13 +182,13 @@ def units(span: Span) -> range:
     return range(span.start, span.start + span.count)
 
 
-def _once(spans: Numbers, buf: Buf, *, last: bool, taken: Iterable[int] = ()) -> tuple[Ints, Numbers]:
+def _once(spans: Numbers, buf: Buf, *, last: bool, taken: range = range(0)) -> tuple[Ints, Numbers]:
     """The runs of units that spans in `buf` hold first, or last, in order, and of which span each is a part."""
     row, nth = spread_out(np.where(spans[0] == buf, spans[2], 0))
     unit = spans[1][row] + nth
-    _, at = np.unique(unit[::-1] if last else unit, return_index=True)
+    _, at = distinct(unit[::-1] if last else unit)
     at = np.sort(unit.size - 1 - at if last else at)
-    at = at[~np.isin(unit[at], [*taken])]
+    at = at[(unit[at] < taken.start) | (unit[at] >= taken.stop)]
     row, unit = row[at], unit[at]
     edge = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(unit, prepend=-2) != 1))
     return row[edge], table_of(buf, unit[edge], np.diff(edge, append=unit.size))

@@ -12,19 +12,19 @@ their distance, so that a message waits only for earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import pairwise, zip_longest
-from typing import Final
+from itertools import pairwise
+
+import numpy as np
 
 from ...types import Collective
-from ..ir import Buf, Span
-from .base import Algorithm, Draft, inp, out, tmp
-from .between import Place, gather_between, reduce_between, together
+from ..ir import Buf, Span, Spans
+from .base import Algorithm, Draft, each, inp, out, tmp
+from .between import Place, gather_between, reduce_between
+from .regions import Make, Pieces, Regions, cut
 
 LOCAL, SEND, RECV, LAST, ROUND = 0, 1, 2, 3, 4  # lanes; all-reduce has those of `between`
-Make = Callable[[int, int], Span]  # inp, out or tmp
 
 ISLANDS: dict[Collective, Algorithm] = {}
 
@@ -51,37 +51,23 @@ class Split(Place):
         p.units = self.units = p.there.common * parts
         self.home = p.there.of[p.root]
 
-    def interval(self, island: int, j: int) -> range:
-        """The units of member j."""
-        k = len(self.hosts[island])
-        return range(self.units * j // k, self.units * (j + 1) // k)
-
     def intervals(self, make: Make) -> tuple[Span, ...]:
         """Of all members of my island."""
         return _intervals(make, self.units, self.k)
 
-    def crossing(self, island: int) -> list[tuple[int, int, int]]:
-        """(owner there, first unit, units) of the pieces of my interval, as another island splits it."""
-        mine, members, found = self.interval(self.i, self.j), self.hosts[island], []
-        first, last = (unit * len(members) // self.units for unit in (mine.start, mine.stop - 1))
-        for j in range(first, last + 1):
-            both = _both(mine, self.interval(island, j))
-            found.append((members[j], both.start, both.stop - both.start))  # a length would have to fit a word
-        return found
-
-    def others(self, sign: int) -> list[int]:
-        """The other islands by their distance from mine, forwards or backwards."""
-        return [self.host_after(sign * d) for d in range(1, self.m)]
+    def crossing(self, islands: Iterable[int]) -> Pieces:
+        """The pieces of my interval, as other islands split it."""
+        found, part = [self.hosts[island] for island in islands], self.units // self.k
+        mine = part * self.j, part * (self.j + 1), self.units
+        pieces = [cut(*mine, self.units // len(island)) for island in found]
+        peers = [island[piece.j] for island, few in zip(found, pieces, strict=True) for piece in few]
+        return Pieces.of(pieces, peers, [0] * len(peers), 2 * self.units)
 
 
 @lru_cache(maxsize=64)  # the very same of all members, of which there may be a thousand
 def _intervals(make: Make, units: int, k: int) -> tuple[Span, ...]:
     cuts = [units * j // k for j in range(k + 1)]
     return tuple(make(a, b - a) for a, b in pairwise(cuts))
-
-
-def _both(x: range, y: range) -> range:
-    return range(max(x.start, y.start), min(x.stop, y.stop))
 
 
 @_register(Collective.ALLREDUCE, compresses=True, turns=True)
@@ -111,18 +97,20 @@ def _exchange(p: Draft, at: Split, summed: int | None) -> list[int | None]:
     """Of two islands: both owners of a piece send it and add what comes. As many bytes each way as in two phases, and
     nothing to wait for in between; a + b has the same bits as b + a where there
     is one NaN."""
-    held, pieces = inp if at.k == 1 else out, at.crossing(1 - at.i)
-    with together(p):
-        terms = [p.rounded(9, out(a, n), held(a, n), summed, [peer]) for peer, a, n in pieces]
-    with together(p):
-        sent = [p.send(2, term, peer, after=[r]) for (term, r), (peer, _, _) in zip(terms, pieces, strict=True)]
-    with together(p):
-        came = [
-            p.recv_reduce(3, out(a, n), term, peer, after=[step])
-            for (term, _), step, (peer, a, n) in zip(terms, sent, pieces, strict=True)
-        ]
-    with together(p):
-        return [p.scaled(8, out(a, n), step) for step, (_, a, n) in zip(came, pieces, strict=True)]
+    pieces = at.crossing([1 - at.i])
+    here = pieces.large(out)
+    terms, ready = pieces.rounded(p, 9, here, pieces.large(inp if at.k == 1 else out), summed)
+    sent = p.sends(2, terms, pieces.peer, after=[ready])
+    came = p.recv_reduces(3, here, terms, pieces.peer, after=[sent])
+    for steps in (sent, came):
+        pieces.batch(p, steps)
+    if p.average:
+        came = np.array(
+            [p.scaled(8, span, step) for span, step in zip(here.each(came.size), came.tolist(), strict=True)]
+        )
+        pieces.batch(p, came)
+    final: list[int | None] = came.tolist()
+    return final
 
 
 @_register(Collective.BROADCAST, star=True)
@@ -135,16 +123,15 @@ def broadcast(p: Draft) -> None:
             p.local(LOCAL, Collective.BROADCAST, root=p.root, src=whole)
         elif at.k > 1:
             known = p.local(LOCAL, Collective.BROADCAST, root=p.root, dst=out(0, at.units))
-        for island in at.others(1):
-            with together(p):
-                for peer, start, count in at.crossing(island):
-                    p.send(SEND, inp(start, count) if known is None else out(start, count), peer, after=[known])
+        theirs = at.crossing(at.others(1))
+        theirs.batch(p, p.sends(SEND, theirs.large(inp if known is None else out), theirs.peer, after=[known]))
         return
-    with together(p):
-        came = [p.recv(RECV, out(start, count), peer) for peer, start, count in at.crossing(at.home)]
+    mine = at.crossing([at.home])
+    came = p.recvs(RECV, mine.large(out), mine.peer)
+    mine.batch(p, came)
     if at.k > 1:
         parts = at.intervals(out)
-        p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
+        p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came.tolist())
 
 
 @_register(Collective.REDUCE, star=True)
@@ -157,17 +144,15 @@ def reduce(p: Draft) -> None:
         if at.k > 1:
             mine, make = at.intervals(tmp)[at.j], tmp
             grown = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp))
-        with together(p):
-            for peer, start, count in at.crossing(at.home):
-                p.send(SEND, make(start, count), peer, after=[grown])
+        away = at.crossing([at.home])
+        away.batch(p, p.sends(SEND, away.large(make), away.peer, after=[grown]))
         return
-    total, grow = inp, out if at.k == 1 else tmp
-    reduced: int | None = None
-    for island in at.others(-1):
-        with together(p):
-            for peer, start, count in at.crossing(island):
-                reduced = p.recv_reduce(RECV, grow(start, count), total(start, count), peer)
-        total = grow
+    theirs = at.crossing(at.others(-1))
+    grow = theirs.large(out if at.k == 1 else tmp)
+    terms = Spans(np.where(theirs.island == 0, Buf.SEND, grow.buf), theirs.wide, theirs.units)
+    came = p.recv_reduces(RECV, grow, terms, theirs.peer)
+    theirs.batch(p, came)
+    reduced = int(came[-1]) if at.m > 1 else None
     if at.k > 1:
         for j, (term, result) in enumerate(zip(at.intervals(inp), at.intervals(out), strict=True)):
             if j == at.j and at.m > 1:
@@ -181,85 +166,6 @@ def reduce(p: Draft) -> None:
 # ------------------------------------------------------------------------------------------------------- shares
 
 
-@dataclass(slots=True)
-class Piece:
-    """Units [start, start + count) of the share of `rank`, which member `j` of another island passes on. Never changed,
-    as a `Span`."""
-
-    rank: Final[int]
-    j: Final[int]
-    start: Final[int]
-    count: Final[int]
-
-
-class Regions(Place):
-    """Buffers of one share a rank, of `pieces` units each. `home` is the root's island."""
-
-    def __init__(self, p: Draft, parts: int = 1) -> None:
-        super().__init__(p)
-        p.islands = p.hosts
-        p.pieces = self.pieces = p.there.common * parts
-        self.home = p.there.of[p.root]
-
-    def split(self, region: int, island: int) -> tuple[Piece, ...]:
-        """The region of one island as another's members split it, in order."""
-        return _split(self.hosts[region], len(self.hosts[island]), self.pieces)
-
-    def span(self, make: Make, piece: Piece) -> Span:
-        """Where a piece lies in a buffer of all shares."""
-        return make(piece.rank * self.pieces + piece.start, piece.count)
-
-    def share(self, make: Make, rank: int) -> Span:
-        return make(rank * self.pieces, self.pieces)
-
-    def shares(self, make: Make) -> tuple[Span, ...]:
-        """Those of all members of my island."""
-        return _shares(make, self.mates, self.pieces)
-
-    def rows(self, make: Make, region: int, *, merge: bool = False) -> tuple[tuple[Span | None, ...], ...]:
-        """What each member of my island has of another's region: a piece each, as often as it takes.
-
-        `merge` makes one span of pieces that lie side by side: once suffices where the region does.
-        """
-        return _rows(make, self.hosts[region], self.k, self.pieces, merge)
-
-    def own(self, region: int) -> list[Piece]:
-        """My pieces of another island's region."""
-        return [piece for piece in self.split(region, self.i) if piece.j == self.j]
-
-    def mine(self, island: int) -> list[tuple[int, Piece]]:
-        """The pieces of my share, and to which rank of another island each belongs."""
-        pieces = self.split(self.i, island)
-        return [(self.hosts[island][piece.j], piece) for piece in pieces if piece.rank == self.mates[self.j]]
-
-    def others(self, sign: int) -> list[int]:
-        """The other islands by their distance from mine, forwards or backwards."""
-        return [self.host_after(sign * d) for d in range(1, self.m)]
-
-
-@lru_cache(maxsize=64)
-def _split(owners: tuple[int, ...], k: int, n: int) -> tuple[Piece, ...]:
-    each = len(owners) * n // k
-    cuts = sorted({*range(0, len(owners) * n + 1, n), *range(0, len(owners) * n + 1, each)})
-    return tuple(Piece(owners[a // n], a // each, a % n, b - a) for a, b in pairwise(cuts))
-
-
-@lru_cache(maxsize=64)  # the very same of all members, as `_intervals`
-def _rows(make: Make, owners: tuple[int, ...], k: int, n: int, merge: bool) -> tuple[tuple[Span | None, ...], ...]:
-    members: list[list[Span]] = [[] for _ in range(k)]
-    for piece in _split(owners, k, n):
-        spans, span = members[piece.j], make(piece.rank * n + piece.start, piece.count)
-        if merge and spans and spans[-1].start + spans[-1].count == span.start:
-            span = make(spans[-1].start, spans.pop().count + span.count)
-        spans.append(span)
-    return tuple(zip_longest(*members))
-
-
-@lru_cache(maxsize=64)
-def _shares(make: Make, ranks: tuple[int, ...], n: int) -> tuple[Span, ...]:
-    return tuple(make(rank * n, n) for rank in ranks)
-
-
 @_register(Collective.ALLGATHER, turns=True)
 def allgather(p: Draft) -> None:
     """The members of every other island get an interval of each region, and gather it there."""
@@ -268,15 +174,14 @@ def allgather(p: Draft) -> None:
         p.local(LOCAL, Collective.ALLGATHER, src=inp(0, at.pieces), parts=at.shares(out))
     else:
         p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
-    for island in at.others(1):
-        with together(p):
-            for peer, piece in at.mine(island):
-                p.send(SEND, inp(piece.start, piece.count), peer)
-    for island in at.others(-1):
-        with together(p):
-            came = [p.recv(RECV, at.span(out, piece), piece.rank) for piece in at.own(island)]
-        for parts in at.rows(out, island, merge=True) if at.k > 1 else ():
-            p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
+    mine, islands = at.mine(at.others(1)), at.others(-1)
+    mine.batch(p, p.sends(SEND, mine.small(inp), mine.peer))
+    theirs = at.own(islands)
+    came = p.recvs(RECV, theirs.large(out), theirs.peer)
+    theirs.batch(p, came)
+    for island, last in zip(islands, came[theirs.ends - 1].tolist(), strict=True) if at.k > 1 else ():
+        for parts in at.rows(out, island, merge=True):
+            p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=[last])
 
 
 @_register(Collective.REDUCE_SCATTER, compresses=True, turns=True)
@@ -284,29 +189,23 @@ def reduce_scatter(p: Draft) -> None:
     """Every island adds up the others' regions, an interval each member, and sends them to their owners."""
     at = Regions(p)
     p.scratch_copies = int(at.m > 1 and (at.k > 1 or p.compress))
-    for island in at.others(1):
-        grown, make = None, inp
-        for parts in at.rows(inp, island, merge=True) if at.k > 1 else ():
-            make, part = tmp, parts[at.j]
+    islands, grown, ready = at.others(1), np.full(at.m - 1, -1), None
+    for i, island in enumerate(islands) if at.k > 1 else ():
+        for parts in at.rows(inp, island, merge=True):
+            part = parts[at.j]
             dst = None if part is None else tmp(part.start, part.count)
-            grown = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=dst, parts=parts)
-        pieces = at.own(island)
-        with together(p):
-            terms = [p.rounded(ROUND, at.span(tmp, x), at.span(make, x), grown, [x.rank]) for x in pieces]
-        with together(p):
-            for (sent, ready), piece in zip(terms, pieces, strict=True):
-                p.send(SEND, sent, piece.rank, after=[ready])
-    ready = None
+            grown[i] = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=dst, parts=parts)
     if at.k > 1:
         ready = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=out(0, at.pieces), parts=at.shares(inp))
-    first = ready
-    for d, island in enumerate(at.others(-1)):
-        with together(p):
-            for peer, piece in at.mine(island):
-                fresh = d == 0 and at.k == 1
-                term = at.span(inp, piece) if fresh else out(piece.start, piece.count)
-                ready = p.recv_reduce(RECV, out(piece.start, piece.count), term, peer, after=[first])
-    p.scaled(LAST, out(0, at.pieces), ready)
+    away, mine = at.own(islands), at.mine(at.others(-1))
+    summed = away.large(tmp if at.k > 1 else inp)
+    terms, there = away.rounded(p, ROUND, away.large(tmp), summed, grown[away.island])
+    away.batch(p, p.sends(SEND, terms, away.peer, after=[there]))
+    fresh = (mine.island == 0) & (at.k == 1)
+    term = Spans(np.where(fresh, Buf.SEND, Buf.RECV), np.where(fresh, mine.wide, mine.start), mine.units)
+    came = p.recv_reduces(RECV, mine.small(out), term, mine.peer, after=[ready])
+    mine.batch(p, came)
+    p.scaled(LAST, out(0, at.pieces), int(came[-1]) if at.m > 1 else ready)
 
 
 @_register(Collective.GATHER, star=True)
@@ -314,9 +213,8 @@ def gather(p: Draft) -> None:
     """The members of the root's island get an interval each of every other's region, and gather it at the root."""
     at = Regions(p)
     if at.i != at.home:
-        with together(p):
-            for peer, piece in at.mine(at.home):
-                p.send(SEND, inp(piece.start, piece.count), peer)
+        mine = at.mine([at.home])
+        mine.batch(p, p.sends(SEND, mine.small(inp), mine.peer))
         return
     is_root = p.rank == p.root
     if at.k > 1:
@@ -325,12 +223,14 @@ def gather(p: Draft) -> None:
     else:
         p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
     p.scratch_like, p.scratch_copies = Buf.RECV, int(at.m > 1 and not is_root)
-    for island in at.others(-1):
-        with together(p):
-            came = [p.recv(RECV, at.span(out if is_root else tmp, piece), piece.rank) for piece in at.own(island)]
-        for parts in at.rows(out, island) if at.k > 1 else ():
+    islands = at.others(-1)
+    theirs = at.own(islands)
+    came = p.recvs(RECV, theirs.large(out if is_root else tmp), theirs.peer)
+    theirs.batch(p, came)
+    for island, last in zip(islands, came[theirs.ends - 1].tolist(), strict=True) if at.k > 1 else ():
+        for parts in at.rows(out, island):
             src, others = _beside_root(p, at, parts)
-            p.local(LOCAL, Collective.GATHER, root=p.root, src=src, parts=others, after=came)
+            p.local(LOCAL, Collective.GATHER, root=p.root, src=src, parts=others, after=[last])
 
 
 def _beside_root(p: Draft, at: Regions, parts: tuple[Span | None, ...]) -> tuple[Span | None, list[Span | None]]:
@@ -346,20 +246,18 @@ def scatter(p: Draft) -> None:
     """The root scatters every region over the members of its island, who send the pieces to their owners."""
     at = Regions(p)
     if at.i != at.home:
-        with together(p):
-            for peer, piece in at.mine(at.home):
-                p.recv(RECV, out(piece.start, piece.count), peer)
+        mine = at.mine([at.home])
+        mine.batch(p, p.recvs(RECV, mine.small(out), mine.peer))
         return
     is_root = p.rank == p.root
     p.scratch_copies = int(at.m > 1 and not is_root)
-    for island in at.others(1):
-        came = None
-        for parts in at.rows(inp, island) if at.k > 1 else ():
+    islands, came = at.others(1), np.full(at.m - 1, -1)
+    for i, island in enumerate(islands) if at.k > 1 else ():
+        for parts in at.rows(inp, island):
             dst, others = _beside_root(p, at, parts)
-            came = p.local(LOCAL, Collective.SCATTER, root=p.root, dst=dst, parts=others)
-        with together(p):
-            for piece in at.own(island):
-                p.send(SEND, at.span(inp if is_root else tmp, piece), piece.rank, after=[came])
+            came[i] = p.local(LOCAL, Collective.SCATTER, root=p.root, dst=dst, parts=others)
+    theirs = at.own(islands)
+    theirs.batch(p, p.sends(SEND, theirs.large(inp if is_root else tmp), theirs.peer, after=[came[theirs.island]]))
     if at.k > 1:
         own = at.shares(inp) if is_root else ()
         p.local(LOCAL, Collective.SCATTER, root=p.root, dst=out(0, at.pieces), parts=own)
@@ -386,8 +284,7 @@ def alltoall(p: Draft) -> None:
             p.local(LOCAL, Collective.SCATTER, root=root, parts=parts, after=[aside])
         else:
             p.local(LOCAL, Collective.SCATTER, root=root, dst=out(root), after=[aside])
-    for k in range(p.size):
-        peer = (k - p.rank) % p.size
-        if peer not in at.mates:
-            sent = p.send(SEND, inp(peer), peer)
-            p.recv(RECV, out(peer), peer, after=[sent])
+    peers = (np.arange(p.size) - p.rank) % p.size
+    peers = peers[~np.isin(peers, at.mates)]
+    sent = p.sends(SEND, each(inp, peers), peers)
+    p.recvs(RECV, each(out, peers), peers, after=[sent])
