@@ -119,11 +119,7 @@ def test_every_element_comes_once_and_from_where_it_was(
     with next(grains), next(grains), patch.object(reshard, "BATCH", batch):
         every = [reshard.schedule(moves, rank, nested(topology)) for rank in range(size)]
     assert len({len(each) for each in every}) == 1
-    rounds_of_all = [
-        (number, rounds) for batch in zip(*every, strict=True) for number, rounds in enumerate(zip(*batch, strict=True))
-    ]
-    for number, rounds in rounds_of_all:
-        reads, there = (got, "target") if number else (held, "source")
+    for rounds in zip(*every, strict=True):
         plans = plans_of(rounds)
         check(plans)
         sent = [message for rank, mine in enumerate(rounds) for message in mine.messages if message.source == rank]
@@ -133,11 +129,13 @@ def test_every_element_comes_once_and_from_where_it_was(
             assert len({moves[piece.array].dtype for piece in message.pieces}) == 1
             if host[message.source] != host[message.target]:
                 crossed[host[message.target]] += bytes_of(message, moves)
-        pieces = [piece for message in sent for piece in message.pieces]
         # What is passed on was there when the round began.
-        before = [{rank: each.copy() for rank, each in blocks.items()} for blocks in reads]
-        for piece in [*pieces, *(piece for mine in rounds for piece in mine.copies)]:
-            deliver(piece, before, there)
+        before = [{rank: each.copy() for rank, each in blocks.items()} for blocks in got]
+        for message in sent:
+            for piece in message.pieces:
+                deliver(piece, *((before, "target") if message.passed_on else (held, "source")))
+        for piece in (piece for mine in rounds for piece in mine.copies):
+            deliver(piece, held, "source")
     for found, right in zip(got, wanted, strict=True):
         for rank, each in right.items():
             np.testing.assert_array_equal(found[rank], each)
@@ -164,7 +162,7 @@ def sent_by(moves: tuple[Move, ...], ranks: int | Topology, number: int) -> Coun
     found: Counter[tuple[int, int]] = Counter()
     size, groups = (ranks, tuple(range(ranks))) if isinstance(ranks, int) else (ranks.size, nested(ranks))
     for rank in range(size):
-        for message in reshard.schedule(moves, rank, groups)[0][number].messages:
+        for message in reshard.schedule(moves, rank, groups)[number].messages:
             if message.source == rank:
                 found[rank, message.target] += bytes_of(message, moves)
     return found
@@ -289,9 +287,9 @@ def test_batches_are_of_what_a_rank_holds_or_wants() -> None:
     halves, whole = Layout((1000,), (0, 1), (2,), (0,)), Layout((1000,), (2,), (), ())
     moves = (Move(halves, halves, DType.UINT8),) * 4 + (Move(halves, whole, DType.UINT8),) * 3
     with patch.object(reshard, "BATCH", 1000):
-        batches = reshard.schedule(moves, 0, (0, 1, 2))
-    pieces = [[*first.copies, *(each for message in first.messages for each in message.pieces)] for first, _ in batches]
-    numbers = [sorted({each.array for each in some}) for some in pieces]
+        rounds = reshard.schedule(moves, 0, (0, 1, 2))
+    pieces = [[*mine.copies, *(each for message in mine.messages for each in message.pieces)] for mine in rounds]
+    numbers = [sorted({each.array for each in some}) for some in pieces if some]
     assert numbers == [[0, 1], [2, 3], [4], [5], [6]]
 
 
@@ -303,15 +301,33 @@ def test_all_stages_of_a_pipeline_send_at_once() -> None:
     )
     with patch.object(reshard, "BATCH", 2 * 6400):
         every = [reshard.schedule(moves, rank, tuple(range(8))) for rank in range(4)]
-    for batches in zip(*every, strict=True):
-        assert [sum(len(message.pieces) for message in first.messages) for first, _ in batches] == [2 * 4] * 4
-    assert len(every[0]) == 3
+    assert [len(rounds) for rounds in every] == [3 + 1] * 4
+    for rounds in list(zip(*every, strict=True))[:3]:
+        assert [sum(len(message.pieces) for message in mine.messages) for mine in rounds] == [2 * 4] * 4
+
+
+def test_what_crosses_does_so_while_what_came_before_is_passed_on() -> None:
+    """Three batches to another host: in the second round it gets the second one, and passes on the first."""
+    moves = moved(shards(range(4)), whole(range(4, 8))) * 3
+    with patch.object(reshard, "BATCH", 16 * MIB):
+        rounds = reshard.schedule(moves, 5, nested(TWO_HOSTS))
+    told = [
+        {(mine.passed_on, mine.source // 4, piece.array) for mine in each.messages for piece in mine.pieces}
+        for each in rounds
+    ]
+    assert told == [
+        {(False, 0, 0)},
+        {(False, 0, 1), (True, 1, 0)},
+        {(False, 0, 2), (True, 1, 1)},
+        {(True, 1, 2)},
+        set(),
+    ]
 
 
 def test_arrays_of_two_kinds_of_float8_share_no_message() -> None:
     one, other = Layout((9,), (0,), (), ()), Layout((9,), (1,), (), ())
     for dtype, messages in ((DType.FLOAT8_E4M3FN, 3), (DType.INT8, 1)):
-        assert len(reshard.schedule((Move(one, other, dtype),) * 3, 0, (0, 1))[0][0].messages) == messages
+        assert len(reshard.schedule((Move(one, other, dtype),) * 3, 0, (0, 1))[0].messages) == messages
 
 
 def test_equal_layouts_are_told_in_equal_words() -> None:
@@ -333,7 +349,7 @@ def test_long_pieces_travel_as_they_are_and_short_ones_together() -> None:
     one, other = Layout((1024, 1024), (0,), (), ()), Layout((1024, 1024), (1,), (), ())
     small = [Layout((7,), (rank,), (), ()) for rank in (0, 1)]
     moves = (Move(one, other, DType.INT8), Move(*small, DType.INT8), Move(*small, DType.INT8))
-    messages = reshard.schedule(moves, 1, (0, 1))[0][0].messages
+    messages = reshard.schedule(moves, 1, (0, 1))[0].messages
     assert [[piece.array for piece in message.pieces] for message in messages] == [[0], [1, 2]]
 
 

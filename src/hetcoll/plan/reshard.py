@@ -7,10 +7,11 @@ In later rounds they pass these on, first to other groups, then inside. Where se
 a part comes from whoever has least to send so far. Where more groups want it than hold it, each gets a part first. So
 what holds something sends it all once, what crosses between hosts does so once, and all links are in use.
 
-A round is one group of messages (`algorithms.p2p`), which the simulator proves. Arrays are moved in batches, one behind
-the other, so that on GPUs the first are under way while the host packs later ones, and packing takes a batch's memory.
-A batch has arrays of all ranks that hold some, so all send at once. Every rank draws its own messages from the same
-arguments; what is done here follows from them alone.
+A round is one group of messages (`algorithms.p2p`), which the simulator proves. Arrays are moved in batches, so that
+packing takes the memory of a few, and on GPUs the first are under way while the host packs later ones. A round has what
+one batch sends first, and what batches before it pass on: that goes inside of hosts while the other crosses. A batch
+has arrays of all ranks that hold some, so all send at once. Every rank draws its own messages from the same arguments;
+what is done here follows from them alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .layout import Box, Layout, common, volume
 from .near import Group, Nested
 from .spread import GRAIN, Spreading
 
-BATCH = 1 << 27
+BATCH = 1 << 26
 """Bytes in a batch, about, of what a rank holds or wants of arrays with the same source ranks."""
 _OF_TWO_KINDS = frozenset(OCP_OF.values())
 """Types for which arrays may be of another kind, which a message cannot mix."""
@@ -52,11 +53,13 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Pieces of one type that travel as one message, one behind the other, each in C order."""
+    """Pieces of one type that travel as one message, one behind the other, each in C order. They are read in blocks of
+    the sources, or of the targets, where they came to before (`passed_on`)."""
 
     source: int
     target: int
     pieces: tuple[Piece, ...]
+    passed_on: bool
 
 
 class Round(NamedTuple):
@@ -66,15 +69,17 @@ class Round(NamedTuple):
     messages: tuple[Message, ...]
 
 
-def schedule(moves: Sequence[Move], rank: int, groups: Nested) -> list[tuple[Round, ...]]:
-    """What `rank` does so that all arrays reach their targets: rounds for each batch. `groups` has all ranks.
-
-    In the first round a rank reads its blocks of the sources, in later ones what it got before. All writes go to its
-    blocks of the targets.
-    """
-    group = Group.of(groups)
+def schedule(moves: Sequence[Move], rank: int, groups: Nested) -> list[Round]:
+    """What `rank` does, round after round, so that all arrays reach their targets; it writes its blocks of these alone.
+    `groups` has all ranks."""
+    group, found = Group.of(groups), list[Round]()
     spreading = Spreading(group, rank)
-    return [_batch(moves, numbers, rank, spreading, 1 + group.depth) for numbers in _batches(moves)]
+    for number, arrays in enumerate(_batches(moves)):
+        rounds = _batch(moves, arrays, rank, spreading, 1 + group.depth)
+        found += [Round((), ())] * (number + len(rounds) - len(found))
+        for at, (copies, messages) in enumerate(rounds, number):
+            found[at] = Round(found[at].copies + copies, found[at].messages + messages)
+    return found
 
 
 def _batches(moves: Sequence[Move]) -> list[list[int]]:
@@ -99,7 +104,7 @@ def _batch(
             if away := frozenset(wanting).difference(holders):
                 for number, giver, taker, part in spreading.block(box, dtype.itemsize, frozenset(holders), away):
                     rounds[number].append(Piece(array, giver, taker, part))
-    return tuple(_round(moves, pieces) for pieces in rounds)
+    return tuple(_round(moves, pieces, number > 0) for number, pieces in enumerate(rounds))
 
 
 @lru_cache(maxsize=256)
@@ -120,7 +125,7 @@ def _by_box(layout: Layout) -> dict[Box, tuple[int, ...]]:
     return found
 
 
-def _round(moves: Sequence[Move], pieces: list[Piece]) -> Round:
+def _round(moves: Sequence[Move], pieces: list[Piece], passed_on: bool) -> Round:
     messages: list[tuple[int, int, list[Piece]]] = []
     packed: dict[tuple[int, int, DType, int], list[Piece]] = {}
     for piece in pieces:
@@ -137,4 +142,4 @@ def _round(moves: Sequence[Move], pieces: list[Piece]) -> Round:
             packed[key] = [piece]
             messages.append((source, target, packed[key]))
     copies = tuple(piece for piece in pieces if piece.source == piece.target)
-    return Round(copies, tuple(Message(source, target, tuple(some)) for source, target, some in messages))
+    return Round(copies, tuple(Message(source, target, tuple(some), passed_on) for source, target, some in messages))

@@ -70,7 +70,7 @@ def reshard(core: Core, asked: Callable[[], Sequence[Item]]) -> list[Any]:
     _agree(core, prepared, sources, problem)
     odd: list[ArgumentError] = []
     for steps in prepared.steps:
-        _exchange(core, steps.messages, results if steps.passes_on else sources, results, odd)
+        _exchange(core, steps.messages, sources, results, odd)
         for number, target, source in steps.copies:
             results[number].array[target] = sources[number].array[source]
     if odd:
@@ -102,13 +102,12 @@ class _End(NamedTuple):
     peer: int
     elements: int
     blocks: tuple[_Block, ...]
+    of_sources: bool  # what it sends; else of results, as is all that it receives
 
 
 class _Steps(NamedTuple):
-    """This rank's part of a round. `passes_on`: what it sends are results; else sources. Copies are an array's number,
-    and the index in its result and in its source."""
+    """This rank's part of a round. Copies are an array's number, and the index in its result and in its source."""
 
-    passes_on: bool
     messages: tuple[_End, ...]
     copies: tuple[tuple[int, Index, Index], ...]
 
@@ -133,23 +132,22 @@ def _prepare(moves: tuple[Move, ...], rank: int, groups: Nested) -> _Prepared:
         index = (..., *(slice(begin, end) for begin, end in box))
         return _Block(piece.array, index, shape, first_of(box, extents(whole)))
 
-    def end(message: Message, passes_on: bool) -> _End:
+    def end(message: Message) -> _End:
         sends = message.source == rank
+        of_sources = sends and not message.passed_on
         blocks = tuple(
-            block(each, moves[each.array].source if sends and not passes_on else moves[each.array].target)
-            for each in message.pieces
+            block(each, moves[each.array].source if of_sources else moves[each.array].target) for each in message.pieces
         )
         count = sum(volume(each.box) for each in message.pieces)
-        return _End(SEND if sends else RECV, message.target if sends else message.source, count, blocks)
+        return _End(SEND if sends else RECV, message.target if sends else message.source, count, blocks, of_sources)
 
     def copy(piece: Piece) -> tuple[int, Index, Index]:
         move = moves[piece.array]
         return piece.array, block(piece, move.target).where, block(piece, move.source).where
 
     steps = tuple(
-        _Steps(passes_on, tuple(end(each, passes_on) for each in mine.messages), tuple(map(copy, mine.copies)))
-        for batch in schedule(moves, rank, groups)
-        for passes_on, mine in zip((False, *[True] * (len(batch) - 1)), batch, strict=True)
+        _Steps(tuple(map(end, mine.messages)), tuple(map(copy, mine.copies)))
+        for mine in schedule(moves, rank, groups)
         if mine.messages or mine.copies
     )
     each = tuple(_hash(repr(move)) for move in moves)
@@ -157,13 +155,13 @@ def _prepare(moves: tuple[Move, ...], rank: int, groups: Nested) -> _Prepared:
 
 
 def _exchange(
-    core: Core, ends: Sequence[_End], held: Sequence[_Array], wanted: Sequence[_Array], odd: list[ArgumentError]
+    core: Core, ends: Sequence[_End], sources: Sequence[_Array], results: Sequence[_Array], odd: list[ArgumentError]
 ) -> None:
     """One group of messages. What does not lie in one piece is packed before, or unpacked after. What HETCOLL_CHECK
     finds odd is noted: the other ranks are to get theirs."""
     messages, unpack = [], []
-    for kind, peer, count, blocks in ends:
-        first, arrays = blocks[0], held if kind == SEND else wanted
+    for kind, peer, count, blocks, of_sources in ends:
+        first, arrays = blocks[0], sources if of_sources else results
         array, buffer = arrays[first.number]
         if len(blocks) == 1 and first.begin is not None:
             travels = buffer.part(first.begin, count)
@@ -185,7 +183,7 @@ def _exchange(
                 odd.append(error)
     for blocks, memory in unpack:
         for number, index, part in _parts(blocks, memory):
-            wanted[number].array[index] = part
+            results[number].array[index] = part
 
 
 def _parts(blocks: Sequence[_Block], memory: Any) -> Iterator[tuple[int, Index, Any]]:
