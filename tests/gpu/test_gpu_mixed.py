@@ -316,7 +316,8 @@ ALONE, PIECES = "not by a library: none serves two ranks", "in pieces of up to 1
         *[("oneshot, one kernel a rank (before one call of RCCL", "")] * 2,
         ("one call of RCCL", "(the only one; not by one kernel: RCCL"),
         ("gather, one kernel a rank (before one call of RCCL", ""),
-        *[("a message for each pair, by RCCL", "")] * 2,
+        ("a message for each pair, by RCCL", ""),
+        ("a message for each pair, by one kernel", ""),
     ]),
 ], first=2)  # fmt: skip
 def test_explain_says_which_plan_and_why(gpus: str, wanted: list[tuple[str, str]]) -> None:
