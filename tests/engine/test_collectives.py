@@ -146,17 +146,29 @@ def test_shared_memory_and_tcp_in_one_communicator(pool: Pool, hosts: str) -> No
     assert set(ranks.run(transports)) <= {("shm", "tcp"), ("tcp",)}
 
 
-FORTY = tuple("a" * 7 + "b" * 9 + "c" * 11 + "d" * 13)
+UNEVEN = (7, 9, 11, 13, 8)
+MANY = [
+    (UNEVEN, None),
+    ((1, 47), None),
+    ((24, 24), None),
+    *((UNEVEN, name) for name in collectives_names("allreduce", 5)),
+]
 
 
 @pytest.mark.calm
-@parametrize("algo", [None, *collectives_names("allreduce", 4)], first=0)
-def test_forty_ranks_on_hosts_of_any_sizes(pool: Pool, algo: str | None) -> None:
-    """Hosts of 7, 9, 11 and 13 ranks."""
+@parametrize(("sizes", "algo"), MANY, first=0)
+def test_48_ranks_on_hosts_of_any_sizes(pool: Pool, sizes: tuple[int, ...], algo: str | None) -> None:
+    """Every collective as it is chosen for few and for more bytes, with a root on the last host, and every algorithm of
+    the all-reduce."""
+    n, hosts = sum(sizes), tuple(name for name, size in zip("abcde", sizes, strict=False) for _ in range(size))
     cases = [Case("allreduce", "float32", 1 << 18)]
     if algo is None:
-        cases += [Case(kind.label, "int32", 1009, root=17 if kind in ROOTED else 0) for kind in KINDS]
-    check(pool(len(FORTY), HETCOLL_HOST_ID=FORTY), cases, {} if algo is None else {"algo": algo})
+        cases += [
+            Case(kind.label, "int32", count, root=n - 5 if kind in ROOTED else 0)
+            for kind in KINDS
+            for count in (3, 1009)
+        ]
+    check(pool(n, HETCOLL_HOST_ID=hosts), cases, {} if algo is None else {"algo": algo})
 
 
 @parametrize("hosts", HOSTS.values(), ids=HOSTS, first=1)

@@ -42,7 +42,7 @@ PULLED = {
 }  # fmt: skip
 """The algorithms whose messages pulls take the place of."""
 MOST_BY_KERNEL = MESSAGE_MOST  # bytes of a message up to which a kernel beats copies, and
-MOST_INSIDE = 64 << 10  # inside an island a library
+MOST_INSIDE = 256 << 10  # inside an island a library
 _PULLED_NAMES = ", ".join(f"{collective.label}:{name}" for collective, name in PULLED.items())
 
 
