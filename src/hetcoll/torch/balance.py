@@ -17,6 +17,7 @@ gives the gradient of the mean over all samples: what one process would compute 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from operator import truediv
@@ -58,6 +59,7 @@ class Balancer:
         self._least, self._margin = least, margin
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._total = global_batch
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._steps = 0
         self._spans: list[tuple[int, Any, Any]] = []  # samples, and seconds or events before and after
         self._speed: float | None = None
@@ -93,8 +95,8 @@ class Balancer:
         DistributedDataParallel has none, and the backward pass takes a multiple of it. On a GPU (`device`, default: the
         current one, if there is any) it is the GPU's time, and nothing waits for it here.
         """
-        gpu = torch.cuda.is_available() if device is None else device.type != "cpu"
-        if gpu:
+        self._device = device or self._device
+        if self._device.type != "cpu":
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record(torch.cuda.current_stream(device))
             yield
@@ -114,11 +116,13 @@ class Balancer:
         if speed is not None:
             keep = self._smoothing if self._speed is not None else 0.0
             self._speed = keep * (self._speed or 0.0) + (1 - keep) * speed
-        every: list[float | None] = [None] * self._size
-        dist.all_gather_object(every, self._speed, group=self._group)
-        known = [each for each in every if each is not None]
-        if len(known) < self._size:
-            missing = [rank for rank, each in enumerate(every) if each is None]
+        # From where this rank measures: PyTorch sends objects from the host's memory, which a rank with a GPU cannot do
+        # beside one without.
+        mine = torch.tensor(math.nan if self._speed is None else self._speed, dtype=torch.float64, device=self._device)
+        every = [torch.empty_like(mine) for _ in range(self._size)]
+        dist.all_gather(every, mine, group=self._group)
+        known = [float(each) for each in every]
+        if missing := [rank for rank, each in enumerate(known) if math.isnan(each)]:
             raise RuntimeError(f"update: wanted a block of `measure` on every rank, got none on ranks {missing}")
         found = shares(self._total, known, self._least)
         now, then = (max(map(truediv, each, known)) for each in (self.shares, found))  # seconds of a step
