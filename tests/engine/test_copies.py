@@ -23,6 +23,7 @@ def counted(comm: hetcoll.Communicator, call: Callable[[], object]) -> tuple[int
     names = ("shm_staged_bytes", "shm_lent_bytes", "shm_copied_bytes")
     comm.barrier()
     before = comm.counters()
+    comm.barrier()  # or another rank's call would have begun before
     call()
     comm.barrier()
     after = comm.counters()

@@ -219,3 +219,30 @@ def test_what_stands_before_a_replay_is_not_ours(gpus: Launch) -> None:
     for failure, found in gpus("na", HETCOLL_TIMEOUT="2").run(behind_a_kernel, timeout=100):
         assert failure is None
         assert found == 4.0
+
+
+def take_beside_a_kernel(comm: hetcoll.Communicator) -> tuple[bool, float]:
+    """Whether the kernel on another stream still stood when a copy was taken, and what that held."""
+    device = device_of_rank(comm.rank)
+    stream, side, stands = device.stream(), device.stream(), device.event()
+    array = DeviceArray.of(device, np.full(1000, comm.rank + 1, np.float32))
+    counter, zero, abort = (DeviceArray.of(device, np.zeros(8, np.uint64)) for _ in range(3))
+    comm.allreduce(array.buffer(), stream=stream).wait(60)
+    snapshot = comm._core.gpus.snapshot(array.buffer(), stream)
+    snapshot.wait(60)
+    hold(device, side, counter.ptr, zero.ptr, abort.ptr)
+    device.record(stands, side)
+    taken = snapshot.take()
+    still = not device.query(stands)
+    one = np.ones(1, np.uint64)
+    device.copy(counter.ptr, one.ctypes.data, 8, stream)
+    device.synchronize(side)
+    device.destroy_event(stands)
+    for each in (stream, side):
+        device.destroy_stream(each)
+    return still, float(taken.owner.view(np.float32)[0])
+
+
+def test_a_copy_is_taken_while_another_stream_stands(gpus: Launch) -> None:
+    """To take back its memory a driver would wait for that stream, on which another thread's receive may stand."""
+    assert gpus("na").run(take_beside_a_kernel, timeout=60) == [(True, 3.0)] * 2

@@ -51,6 +51,7 @@ from .proxy import Proxies
 from .pulls import Pulls
 from .ring_proof import Launch
 from .shared import GpuShare, Note
+from .snapshot import Spares
 from .standing import GpuStanding
 from .vendor_comm import GpuIslands, Meet, unlike_float8
 from .watchdog import GpuWatch
@@ -98,6 +99,8 @@ class GpuExecutor:
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
             self._memory = PassingMemory(device, self._slot_bytes)
             undo.callback(self._memory.close)
+            self.spares = Spares(device)
+            undo.callback(self.spares.close)
             self._state = device.allocate(STATE_BYTES)
             undo.callback(device.free, self._state)
             clear(device, self._state, STATE_BYTES)
@@ -113,12 +116,10 @@ class GpuExecutor:
             if self._float8 is not None:
                 undo.callback(self._float8.close)
             self._proxies = Proxies(wiring, diagnosis, device, share)
-            near = self._near = (
-                None if share.lender is None else NearMemory(device, share, meet, slots=planner.own_plans)
-            )
+            lends, slots = share.lender is not None, planner.own_plans
+            near = self._near = NearMemory(device, share, meet, slots=slots) if lends else None
             choices = self.choices = GpuPlanner(planner, share, islands, windows, near)
-            slots = near if planner.own_plans else None
-            self._edges = GpuEdges(wiring, self._queue, share, self._proxies, slots, prepare, seconds)
+            self._edges = GpuEdges(wiring, self._queue, share, self._proxies, near if slots else None, prepare, seconds)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
             binder = DeviceBinder(self._queue, device, self._edges.of)

@@ -24,6 +24,7 @@ from .array import clear
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
     from .shared import Note
+    from .snapshot import Spares
 
 RECORD = 8 * table.RECORD_WORDS  # bytes
 _CHUNK = 256 << 10  # bytes of memory that is taken at a time
@@ -37,6 +38,9 @@ class Executor(Protocol):
 
     @property
     def device(self) -> Device: ...
+
+    @property
+    def spares(self) -> Spares: ...
 
     def stream(self, stream: object, **buffers: Buffer | None) -> int: ...
 

@@ -228,7 +228,8 @@ class Gpus:
         """See `runtime.executor.Gpus`."""
         from .snapshot import GpuSnapshot
 
-        return GpuSnapshot(self.device_of(buffer), buffer, streams.handle(stream, buffer))
+        assert self.executor is not None, "there was a call"
+        return GpuSnapshot(self.executor.spares, buffer, streams.handle(stream, buffer))
 
     def capturing(self, buffer: Buffer, stream: object) -> bool:
         """See `runtime.executor.Gpus`."""

@@ -112,7 +112,7 @@ class Replays:
         assert result is not None, "it has memory on a GPU"
         with self._path.device.active():
             on = self._behind(handle)
-            return start(on), GpuSnapshot(self._path.device, result, on)
+            return start(on), GpuSnapshot(self._path.spares, result, on)
 
     def _behind(self, stream: int) -> int:
         """The stream of asynchronous calls that are sampled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,21 +20,55 @@ from . import streams
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
 
+_LEAST = 4 << 10  # bytes
 _PAUSES = (20e-6, 1e-3)  # seconds between looks at whether the copy is there
+
+
+class Spares:
+    """Pinned memory of snapshots that are over, for later ones. A driver that takes some back waits for all streams.
+    On one of them another thread's receive may stand, whose peer waits for what this rank is about to send."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._spare: dict[int, deque[int]] = {}  # by bytes; a snapshot may end while garbage is collected, so no lock
+        self._closed = False
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """Some, and how many bytes it has: `nbytes` or more."""
+        size = max(_LEAST, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+        try:
+            return self._spare[size].pop(), size
+        except LookupError:
+            return self.device.allocate_host(size), size
+
+    def give(self, at: int, size: int) -> None:
+        """What `take` gave."""
+        self._spare.setdefault(size, deque()).append(at)
+        if self._closed:
+            self.close()
+
+    def close(self) -> None:
+        """Give all back to the driver, now and from now on."""
+        self._closed = True
+        for spare in list(self._spare.values()):
+            with contextlib.suppress(LookupError):
+                while True:
+                    self.device.free_host(spare.pop())
 
 
 class GpuSnapshot(Snapshot):
     """A copy of `buffer` in pinned memory, begun behind what is on `stream` now."""
 
-    __slots__ = ("_at", "_buffer", "_device", "_error", "_event", "_over")
+    __slots__ = ("_at", "_buffer", "_device", "_error", "_event", "_over", "_size", "_spares")
 
-    def __init__(self, device: Device, buffer: Buffer, stream: int) -> None:
+    def __init__(self, spares: Spares, buffer: Buffer, stream: int) -> None:
         super().__init__(what="a copy of what a GPU has received")
-        self._device, self._buffer, self._over = device, buffer, False
+        self._spares, self._buffer, self._over = spares, buffer, False
+        self._device = device = spares.device
         self._error: DeviceError | None = None
         self._at = self._event = 0
         with device.active():
-            self._at = device.allocate_host(max(1, buffer.nbytes))
+            self._at, self._size = spares.take(buffer.nbytes)
             self._event = device.event()
             device.copy(self._at, buffer.ptr, buffer.nbytes, stream)
             device.record(self._event, stream)
@@ -78,7 +113,7 @@ class GpuSnapshot(Snapshot):
     def _free(self) -> None:
         with contextlib.suppress(DeviceError), self._device.active():  # a GPU that has failed takes nothing back
             if self._at:
-                self._device.free_host(self._at)
+                self._spares.give(self._at, self._size)
             if self._event:
                 self._device.destroy_event(self._event)
         self._at = self._event = 0
