@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from ranks import Ranks, wait_until
 
 import hetcoll
+from hetcoll.errors import InitError
 from hetcoll.links import descriptors
 from hetcoll.runtime import tags
 
@@ -303,3 +305,29 @@ def _ask_who_left(comm: hetcoll.Communicator) -> None:
 
 def test_who_has_left_answers_what_it_wanted_told(launch: Callable[..., Ranks]) -> None:
     launch(3).run(_ask_who_left)
+
+
+def _receive_beside_a_slow_store(comm: hetcoll.Communicator) -> int:
+    """The job's store does not answer rank 1 at first, as where a network stalls."""
+    asked = 0
+    if comm.rank == 1:
+        questions = comm._core.diagnosis.questions
+        ask = questions.ask
+
+        def slow(question: str, seconds: float) -> dict[int, Any]:
+            nonlocal asked
+            asked += 1
+            if asked <= 3:
+                raise InitError("the store did not answer")
+            return ask(question, seconds)
+
+        questions.ask = slow  # type: ignore[method-assign]
+        assert int(_received(comm, hetcoll.ANY_SOURCE, 5)[0]) == 7
+    else:
+        comm.send(np.array(7), 1, tag=5)
+    comm.barrier()
+    return asked
+
+
+def test_a_store_that_does_not_answer_for_a_while_ends_no_receive_from_any_rank(launch: Callable[..., Ranks]) -> None:
+    assert launch(2).run(_receive_beside_a_slow_store, timeout=60)[1] > 3

@@ -25,7 +25,7 @@ import hetcoll._native as _native
 from ..calls import RECV, SEND, check_int, check_rank, whole
 from ..calls.buffers import Buffer, read_buffer
 from ..calls.messages import Message
-from ..errors import ArgumentError, ClosedError, HetcollError, PeerLostError
+from ..errors import ArgumentError, ClosedError, HetcollError, InitError, PeerLostError
 from ..health.diagnosis import Kind
 from ..types import ANY_SOURCE, DType
 from ..work import Work
@@ -197,7 +197,11 @@ class Mailbox:
         pause = _PAUSES[0]
         while not parcel.done:
             deserted = self._core.diagnosis.deserted()  # then these are the last answers
-            for rank, sent in self._core.diagnosis.questions.ask(_QUESTION, _ASKING).items():
+            try:
+                answers = self._core.diagnosis.questions.ask(_QUESTION, _ASKING)
+            except InitError:  # the store is slow, or cut off for now: the receive has its own time
+                answers = {}
+            for rank, sent in answers.items():
                 with self._mutex:
                     line = self._line(rank) if isinstance(sent, int) and sent else None
                     if line is None or sent <= max(line.read, line.awaited):
