@@ -307,27 +307,32 @@ def test_who_has_left_answers_what_it_wanted_told(launch: Callable[..., Ranks]) 
     launch(3).run(_ask_who_left)
 
 
-def _receive_beside_a_slow_store(comm: hetcoll.Communicator) -> int:
-    """The job's store does not answer rank 1 at first, as where a network stalls."""
-    asked = 0
-    if comm.rank == 1:
-        questions = comm._core.diagnosis.questions
-        ask = questions.ask
+def _receive_beside_a_slow_store(comm: hetcoll.Communicator, leaves: bool) -> None:
+    """The job's store does not answer rank 1 at first, as where a network stalls; in which time rank 0 may leave."""
+    if comm.rank == 0:
+        for each in (6, 7):  # the first one has both connect
+            comm.send(np.array(each), 1, tag=5)
+        return comm.close() if leaves else comm.barrier()
+    assert int(_received(comm, 0, 5)[0]) == 6
+    diagnosis, asked, since = comm._core.diagnosis, 0, 0
+    ask = diagnosis.questions.ask
 
-        def slow(question: str, seconds: float) -> dict[int, Any]:
-            nonlocal asked
-            asked += 1
-            if asked <= 3:
-                raise InitError("the store did not answer")
-            return ask(question, seconds)
+    def slow(question: str, seconds: float) -> dict[int, Any]:
+        nonlocal asked, since
+        asked += 1
+        since += diagnosis.deserted()
+        if asked <= 3 or (leaves and since <= 3):
+            raise InitError("the store did not answer")
+        return ask(question, seconds)
 
-        questions.ask = slow  # type: ignore[method-assign]
-        assert int(_received(comm, hetcoll.ANY_SOURCE, 5)[0]) == 7
-    else:
-        comm.send(np.array(7), 1, tag=5)
-    comm.barrier()
-    return asked
+    diagnosis.questions.ask = slow  # type: ignore[method-assign]
+    assert int(_received(comm, hetcoll.ANY_SOURCE, 5)[0]) == 7
+    assert asked > 3
+    return None if leaves else comm.barrier()
 
 
-def test_a_store_that_does_not_answer_for_a_while_ends_no_receive_from_any_rank(launch: Callable[..., Ranks]) -> None:
-    assert launch(2).run(_receive_beside_a_slow_store, timeout=60)[1] > 3
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_store_that_does_not_answer_for_a_while_ends_no_receive_from_any_rank(
+    launch: Callable[..., Ranks], leaves: bool
+) -> None:
+    launch(2).run(_receive_beside_a_slow_store, leaves, timeout=60)

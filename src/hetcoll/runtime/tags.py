@@ -200,7 +200,7 @@ class Mailbox:
             try:
                 answers = self._core.diagnosis.questions.ask(_QUESTION, _ASKING)
             except InitError:  # the store is slow, or cut off for now: the receive has its own time
-                answers = {}
+                answers, deserted = {}, False
             for rank, sent in answers.items():
                 with self._mutex:
                     line = self._line(rank) if isinstance(sent, int) and sent else None
