@@ -202,9 +202,7 @@ void Engine::SayGoodbye() {
   std::lock_guard lock(mutex_);
   contenders_.fetch_sub(1);
   if (windows_ == nullptr) return;
-  for (const std::int64_t until = DeadlineNs(kDrainSeconds); !windows_->Leave(links_) && NowNs() < until;) {
-    sched_yield();
-  }
+  windows_->Leave(links_, DeadlineNs(kDrainSeconds));
   RingDoorbells();
 }
 

@@ -100,8 +100,8 @@ class Windows {
   // connection that broke is noticed, and one that was made again proved, by who reads.
   void Heard(std::span<const pollfd> fds);
   // This rank asks nothing more, and says so: to who serves it, the end of a stream is the loss of a rank without that.
-  // What it has not begun to ask it does not ask. True once all have been told; called until then.
-  bool Leave(Links& links);
+  // What it has not begun to ask it does not ask. Waits for room to say it until then.
+  void Leave(Links& links, std::int64_t until);
   // That rank has closed its engine: it reads nothing any more.
   void Left(Links& links, int peer);
   // The engine has failed: ends all that waits.
@@ -246,7 +246,6 @@ class Windows {
     std::int64_t lent = -1;                          // a window that is read where it lies to answer a get
     std::deque<std::shared_ptr<Transfer>> awaiting;  // an answer each
     bool quiet = false;                              // the last look found nothing, and poll() tells when there is more
-    bool leaving = false;                            // it is yet to be told that this rank leaves
   };
 
   Message MessageOf(std::uint64_t number, std::size_t total, bool lends, bool answered = false) const {
@@ -272,7 +271,9 @@ class Windows {
   bool IsAllowed(Links& links, int peer, bool& moved);
   void Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id, const Placement& into = {});
   void Queue(int peer, int channel, Item item);
-  void QueueLeave(int peer);
+  // False where the peer waits for the rest of what it was asked.
+  bool QueueLeave(int peer);
+  bool HasHeard(Links& links, int peer);
   bool Send(Links& links, int peer, int channel);
   // More of the message that is due at `dst`, to memory that `room` gives for at most so many bytes of it; `took` is
   // told how many came. What a NIC wrote to `dst` needs neither. Whether that was all of it.
@@ -338,7 +339,6 @@ class Windows {
   std::vector<pollfd> polled_;  // of quiet peers, which are:
   std::vector<int> polled_peers_;
   bool heard_ = false;  // something came
-  bool leaving_ = false;
   WindowCounts counts_;
   std::unique_ptr<Device> device_;
 };

@@ -1,9 +1,12 @@
 // What one-sided messages send: requests, answers, and what goes with them.
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <utility>
 
+#include "base/clock.h"
 #include "host/windows.h"
 
 namespace hetcoll {
@@ -96,10 +99,10 @@ void Windows::Queue(int peer, int channel, Item item) {
   ++unsent_;
 }
 
-void Windows::QueueLeave(int peer) {
+bool Windows::QueueLeave(int peer) {
   Outbound& out = peers_[static_cast<std::size_t>(peer)].out[kRequests];
   const bool begun = out.at > 0 || (!out.items.empty() && out.items.front().next > 0);
-  if (begun || out.held) return;  // the peer waits for more of it
+  if (begun || out.held) return false;
   unsent_ -= out.items.size();
   out.items.clear();
   const Head head{.ask = Ask::kLeave};
@@ -108,27 +111,31 @@ void Windows::QueueLeave(int peer) {
   std::memcpy(item.own.data(), &head, sizeof head);
   item.parts.push_back({item.own.data(), sizeof head, false});
   Queue(peer, kRequests, std::move(item));
-  peers_[static_cast<std::size_t>(peer)].leaving = true;
+  return true;
 }
 
-bool Windows::Leave(Links& links) {
-  const bool first = !std::exchange(leaving_, true);
-  bool told = true;
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    if (peer == rank_ || links.tx(peer, kRequests).end == nullptr) continue;
-    Peer& p = peers_[static_cast<std::size_t>(peer)];
-    if (first) QueueLeave(peer);
-    try {
-      if (p.leaving) Serve(links, peer);  // it may leave, too, and reads nothing then
-      p.leaving = p.leaving && !p.in[kRequests].ended;
-      if (p.leaving) Send(links, peer, kRequests);
-      p.leaving = p.leaving && !p.out[kRequests].items.empty();
-    } catch (const Fault&) {
-      p.leaving = false;  // it is gone
-    }
-    told = told && !p.leaving;
+bool Windows::HasHeard(Links& links, int peer) {
+  const Peer& p = peers_[static_cast<std::size_t>(peer)];
+  try {
+    Serve(links, peer);
+    if (p.in[kRequests].ended) return true;  // it leaves, too, and reads nothing any more
+    Send(links, peer, kRequests);
+    return p.out[kRequests].items.empty();
+  } catch (const Fault&) {
+    return true;  // it is gone
   }
-  return told;
+}
+
+void Windows::Leave(Links& links, std::int64_t until) {
+  std::vector<int> others;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peer != rank_ && links.tx(peer, kRequests).end != nullptr && QueueLeave(peer)) others.push_back(peer);
+  }
+  for (;;) {
+    std::erase_if(others, [&](int peer) { return HasHeard(links, peer); });
+    if (others.empty() || NowNs() >= until) return;
+    sched_yield();
+  }
 }
 
 // What is got is lent to NICs alone: its window may be closed while it is under way.
