@@ -12,6 +12,7 @@ from .program import CUT, HARMLESS, LOSING, PERHAPS, REGROUPS, WAITING, Program
 SOON = 15.0  # seconds: many times what an error takes, and what ranks take that go on
 CUT_OFF = 25.0  # the same, where it takes seconds to know that a network is cut
 UNPROVED = 20.0  # more for each other rank, where GPUs' paths bring nothing: 10 s each of two, one rank after another
+PUTS = ("put", "near", "pieces")  # steps whose windows all ranks close at the end
 LOST, ABORTED, LATE = "PeerLostError", "AbortedError", "CollectiveTimeoutError"
 _TOO_LITTLE = "in one piece of this rank's"  # `empty`: ranks share as much memory as the least of them has room for
 ALLOWED = {
@@ -78,8 +79,8 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
         return ""
     if kind == "memory" and phase.error == "ArgumentError" and _TOO_LITTLE in phase.text:
         return ""
-    puts = rank not in victims and program.steps[phase.step].what in ("put", "near", "pieces")
-    if kind == "interrupt" and puts and phase.error == "ClosedError":
+    puts = program.steps[phase.step].what in PUTS
+    if kind == "interrupt" and puts and phase.error == "ClosedError" and rank not in victims:
         return ""  # who is interrupted closes its window on its way out, and then tells
     if phase.error not in ALLOWED[kind] and not (unproved and phase.error == "InitError"):
         return f"{what}, wanted one of {ALLOWED[kind]}"
@@ -102,7 +103,7 @@ def _truncated(program: Program, told: dict[int, Phase]) -> list[str]:
     left = {
         rank
         for rank, phase in lost.items()
-        if phase.part or (phase.lost == sender and at[rank] in ("put", "near", "pieces"))
+        if phase.part or (phase.lost == sender and at[rank] in PUTS)
     }
     return [
         f"rank {rank}: {phase.error} {phase.text} names {phase.lost}, wanted one of {sorted({sender, *left})}"
