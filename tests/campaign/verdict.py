@@ -100,11 +100,7 @@ def _truncated(program: Program, told: dict[int, Phase]) -> list[str]:
     lost = {rank: phase for rank, phase in told.items() if phase.error == LOST}
     sender = int(program.env["HETCOLL_FAULT"].split("rank=")[1])
     at = {rank: program.steps[phase.step].what for rank, phase in lost.items()}
-    left = {
-        rank
-        for rank, phase in lost.items()
-        if phase.part or (phase.lost == sender and at[rank] in PUTS)
-    }
+    left = {rank for rank, phase in lost.items() if phase.part or (phase.lost == sender and at[rank] in PUTS)}
     return [
         f"rank {rank}: {phase.error} {phase.text} names {phase.lost}, wanted one of {sorted({sender, *left})}"
         for rank, phase in lost.items()
