@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import lcm
 from typing import NamedTuple
@@ -40,6 +40,23 @@ class Groups:
     def of(self) -> dict[int, int]:
         """In which group each rank is."""
         return {rank: i for i, group in enumerate(self.ranks) for rank in group}
+
+
+@lru_cache(maxsize=8)
+def one_group(size: int) -> Groups:
+    """All ranks on one host."""
+    return Groups((tuple(range(size)),))
+
+
+_LAST = [one_group(1)]
+
+
+def groups_of(ranks: Hosts) -> Groups:
+    """These groups. The last ones are kept, as a rank may draw the plans of many over the same hosts: to compare them,
+    and to hash them, takes long."""
+    if _LAST[0].ranks is not ranks:
+        _LAST[0] = Groups(ranks)
+    return _LAST[0]
 
 
 class Reach(Enum):

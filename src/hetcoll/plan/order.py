@@ -53,8 +53,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import ROOTED, WHOLE, Collective
-from .algorithms.base import Algorithm, groups_of, power_of_two
-from .costs import Groups, Hosts
+from .algorithms.base import Algorithm, power_of_two
+from .costs import Groups, Hosts, groups_of
 from .flat import LAG, PACE, Flat, Numbers, receives
 from .ir import Buf, Op, Plan
 from .pieces import Cut, Lengths

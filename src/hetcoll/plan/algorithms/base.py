@@ -22,14 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...errors import ArgumentError
 from ...types import REDUCING, Collective
-from ..costs import COSTS, LEVELS, Cost, Groups, Hosts, Levels
+from ..costs import COSTS, LEVELS, Cost, Groups, Hosts, Levels, groups_of, one_group
 from ..ir import Buf, Builder, Local, Op, Plan, Span, Spans, cut
 from ..steps import Ints
 
@@ -292,7 +291,7 @@ class Algorithm(NamedTuple):
         ordered = ordered and self.collective in REDUCING
         if ordered and not self.ordered:
             raise ArgumentError(f"{self.collective.label} by {self.name} does not reduce in the order of ranks")
-        there = groups_of(hosts) if hosts else _one_host(size)
+        there = groups_of(hosts) if hosts else one_group(size)
         if there.size != size:
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
         hosts = there.ranks
@@ -314,22 +313,6 @@ class Algorithm(NamedTuple):
                 draft.reduce(0, tmp(), tmp())
                 draft.reduce(0, out(), tmp())
         return draft.finish()
-
-
-@lru_cache(maxsize=8)
-def _one_host(size: int) -> Groups:
-    return Groups((tuple(range(size)),))
-
-
-_LAST = [_one_host(1)]
-
-
-def groups_of(ranks: Hosts) -> Groups:
-    """These groups. The last ones are kept, as a rank may draw the plans of many over the same hosts: to compare them,
-    and to hash them, takes long."""
-    if _LAST[0].ranks is not ranks:
-        _LAST[0] = Groups(ranks)
-    return _LAST[0]
 
 
 _MOST_STRETCHED = 1 << 15  # units
