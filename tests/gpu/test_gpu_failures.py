@@ -28,7 +28,8 @@ from hetcoll.errors import (
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.planner import MOST_INSIDE
 from hetcoll.gpu.watchdog import GpuWatch
-from hetcoll.health.diagnosis import Diagnosis, Kind
+from hetcoll.health.diagnosis import Diagnosis
+from hetcoll.health.verdicts import Kind
 
 Launch = Callable[..., Ranks]
 APART, TOGETHER, NEAR = "0|1|2", "", "direct"  # an island each; one for all; one whose GPUs copy to each other

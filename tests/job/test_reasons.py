@@ -11,7 +11,8 @@ import pytest
 from hetcoll.errors import CommunicationError, InitError, PeerLostError
 from hetcoll.health import diagnosis
 from hetcoll.health.desync_report import Answer
-from hetcoll.health.diagnosis import Diagnosis, Kind
+from hetcoll.health.diagnosis import Diagnosis
+from hetcoll.health.verdicts import Kind
 from hetcoll.rendezvous.protocol.news import Lost, Verdict
 
 NEVER = 3600.0

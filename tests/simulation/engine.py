@@ -10,7 +10,8 @@ from typing import Any
 
 from hetcoll.errors import CommunicationError
 from hetcoll.health.desync_report import WINDOW, Answer, Called, Edge, Wait
-from hetcoll.health.diagnosis import Diagnosis, Kind
+from hetcoll.health.diagnosis import Diagnosis
+from hetcoll.health.verdicts import Kind
 
 from .kernel import Queue, World
 from .network import Host, Network

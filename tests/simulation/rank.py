@@ -14,7 +14,8 @@ from hetcoll import lifetime
 from hetcoll.config.env import Config
 from hetcoll.config.launchers import Launch
 from hetcoll.errors import CommunicationError, HetcollError, InitError, PeerLostError
-from hetcoll.health.diagnosis import Diagnosis, Kind
+from hetcoll.health.diagnosis import Diagnosis
+from hetcoll.health.verdicts import Kind
 from hetcoll.rendezvous import decisions
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
 from hetcoll.rendezvous.protocol.columns import Telling

@@ -15,7 +15,8 @@ from ..calls.buffers import VENDOR_OF, Buffer
 from ..config.env import Config
 from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, DeviceError, RegistrationError
-from ..health.diagnosis import Diagnosis, Kind
+from ..health.diagnosis import Diagnosis
+from ..health.verdicts import Kind
 from ..links.wiring import Wiring
 from ..runtime.executor import Meet, Prepare, Seen
 from ..types import FNUZ_OF, OCP_OF, Collective, Format

@@ -25,7 +25,8 @@ import hetcoll._native as _native
 
 from ..config.limits import Held
 from ..errors import DeviceError, InitError, RegistrationError, spell_ranks
-from ..health.diagnosis import Diagnosis, Kind
+from ..health.diagnosis import Diagnosis
+from ..health.verdicts import Kind
 from ..links.verbs.report import describe_link, planned
 from ..links.wiring import Check, Wiring
 from ..plan import pieces

@@ -25,8 +25,9 @@ import hetcoll._native as _native
 from ..calls import RECV, SEND, Call, allgather, alltoall
 from ..calls.buffers import Buffer
 from ..calls.messages import Message, SendRecv
-from ..health.diagnosis import Diagnosis, Kind
+from ..health.diagnosis import Diagnosis
 from ..health.status_report import call_site
+from ..health.verdicts import Kind
 from ..runtime.checksums import Fold, foldable
 from ..runtime.crosscheck import given, shares
 from ..runtime.executor import Snapshot

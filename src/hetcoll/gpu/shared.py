@@ -19,8 +19,9 @@ import hetcoll._native as _native
 from ..calls import SEND, descriptor
 from ..calls.messages import SendRecv
 from ..errors import DeviceError, InitError, spell_ranks
-from ..health.diagnosis import Diagnosis, Kind
+from ..health.diagnosis import Diagnosis
 from ..health.status_report import call_site
+from ..health.verdicts import Kind
 from ..links.descriptors import new_name, shared_memory
 from ..links.facts import Gpu, served
 from ..links.wiring import Wiring

@@ -10,7 +10,8 @@ import hetcoll._native as _native
 
 from ..errors import ClosedError, CommunicationError, DeviceError, spell_ranks
 from ..health.all_know import AllKnow
-from ..health.diagnosis import Diagnosis, Kind
+from ..health.diagnosis import Diagnosis
+from ..health.verdicts import Kind
 
 if TYPE_CHECKING:
     from .edges import GpuEdges

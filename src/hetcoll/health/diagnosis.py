@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
 from ..errors import (
-    AbortedError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
     CommunicationError,
     HetcollError,
     InitError,
@@ -50,60 +45,20 @@ from .desync_report import (
 from .questions import Questions
 from .stall_detector import PATIENCE, StallDetector
 from .status_report import StatusReporter
+from .verdicts import Kind, Report, error_of, interrupted, leave, read, tell, tell_interrupted
 
 if TYPE_CHECKING:
-    from ..rendezvous.control import ControlClient
     from ..rendezvous.session import Session
 
 log = logging.getLogger("hetcoll")
 
 _LAST_SECONDS = 1.0  # for all questions when a call is over time; ON_ITS_WAY and 0.1 to tell make 1.5 of the 2 promised
-_VERDICT_SECONDS = 1.5
 _REASON_SECONDS = 2.0
 _SILENT_SECONDS = 6.0  # more, where a rank does not answer: of the death of the store's own process a successor tells
 
 
-class Kind(IntEnum):
-    """native/transport/transport.h: FaultKind."""
-
-    NONE = 0
-    MISMATCH = 1
-    PEER_GONE = 2
-    CORRUPT = 3
-    SYSTEM = 4
-    TIMEOUT = 5
-    ABORTED = 6
-
-
-_ERRORS: dict[Kind, type[CommunicationError]] = {
-    Kind.MISMATCH: CollectiveMismatchError,
-    Kind.TIMEOUT: CollectiveTimeoutError,
-    Kind.ABORTED: AbortedError,
-}
-
-
 def _receives(call: Called) -> bool:
     return call.what.startswith("recv(")
-
-
-_Report = tuple[Kind, int, str]
-
-
-def _tell(control: ControlClient, group: bytes, report: _Report) -> _Report:
-    """The verdict that has won."""
-    blob = json.dumps(report).encode()
-    kind, peer, text = json.loads(control.post_verdict(group, b"failed", blob, _VERDICT_SECONDS).blob)
-    return Kind(kind), peer, text
-
-
-def _interrupted(rank: int) -> _Report:
-    return Kind.ABORTED, rank, f"rank {rank} was interrupted"
-
-
-def tell_interrupted(control: ControlClient, group: bytes, rank: int) -> None:
-    """Tell all ranks of a group that this one of them was interrupted, though it may have no communicator of it."""
-    with contextlib.suppress(HetcollError):
-        _tell(control, group, _interrupted(rank))
 
 
 class Diagnosis:
@@ -115,7 +70,7 @@ class Diagnosis:
         self._engine: _native.Engine | None = None
         self._early: list[Lost | Left | Verdict | StoreLost] = []
         self._left: set[int] = set()
-        self._report: _Report | None = None
+        self._report: Report | None = None
         self._counted = -PATIENCE  # when this one asked for `check_counts`
         self.questions = Questions(session, group, rank)
         self.warn_after = 0.0  # seconds; see `StallDetector`
@@ -153,8 +108,7 @@ class Diagnosis:
                 self._left.add(event.rank)
                 self._news.notify_all()
         elif isinstance(event, Verdict):
-            kind, peer, text = json.loads(event.blob)
-            self._settle(Kind(kind), peer, text)
+            self._settle(*read(event.blob))
         elif not event.orderly:
             text = f"the process that hosts the job's store was lost: {event.reason}"
             self._settle(Kind.PEER_GONE, -1, text)
@@ -188,7 +142,7 @@ class Diagnosis:
         assert self._engine is not None
         self._engine.fail(kind, peer, text)
         try:
-            self._settle(*_tell(self._session.control, self._group, (kind, peer, text)))
+            self._settle(*tell(self._session.control, self._group, (kind, peer, text)))
         except HetcollError:
             self._settle(kind, peer, text)
 
@@ -196,14 +150,13 @@ class Diagnosis:
         """A signal handler raised here (Ctrl-C): the others must not wait for this rank, nor take that for a goodbye.
         While the communicator is made some may have it, though this rank has no engine yet."""
         if self._engine is not None:
-            self.post(*_interrupted(self._rank))
+            self.post(*interrupted(self._rank))
         else:
             tell_interrupted(self._session.control, self._group, self._rank)
 
     def _leave_word(self, kind: Kind, peer: int, text: str) -> None:
         """The store does not answer. This rank goes by its own verdict; the others hear of it when the store runs."""
-        blob = json.dumps([kind, peer, text]).encode()
-        self._session.control.leave_verdict(self._group, b"failed", blob)
+        leave(self._session.control, self._group, (kind, peer, text))
         self._settle(kind, peer, text)
 
     @contextlib.contextmanager
@@ -252,9 +205,7 @@ class Diagnosis:
         """`error` as far as it is known, at once."""
         assert self._engine is not None
         kind, peer, text = self._report or self._engine.failure
-        return (
-            PeerLostError(text, peer) if kind == Kind.PEER_GONE else _ERRORS.get(Kind(kind), CommunicationError)(text)
-        )
+        return error_of((Kind(kind), peer, text))
 
     def unconnected(
         self, problem: InitError, peers: Collection[int], deadline: float, seconds: float

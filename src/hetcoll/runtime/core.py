@@ -22,10 +22,11 @@ from ..calls.messages import Message, SendRecv
 from ..config.env import Config
 from ..errors import ArgumentError, BufferTypeError, DeviceError, InitError, spell_told
 from ..health.activity import Activity
-from ..health.diagnosis import Diagnosis, Kind
+from ..health.diagnosis import Diagnosis
 from ..health.flight_recorder import FlightRecorder, listen
 from ..health.stall_detector import PATIENCE
 from ..health.status_report import FREE_THREADED
+from ..health.verdicts import Kind
 from ..lifetime import weakly
 from ..links.descriptors import host_identity
 from ..links.wiring import Wiring

@@ -30,7 +30,8 @@ from .. import calls
 from ..calls import Call
 from ..calls.buffers import Buffer, array_of, element_type
 from ..errors import ArgumentError, spell_ranks
-from ..health.diagnosis import Diagnosis, Kind
+from ..health.diagnosis import Diagnosis
+from ..health.verdicts import Kind
 from ..types import COMPLEX, CUT, FLOATS, FROM_ROOT, OCP_OF, REDUCING, TO_ROOT, Collective, Format
 from ..work import Work
 from .checksums import Fold, foldable, room

@@ -18,9 +18,10 @@ from ..calls import RECV, SEND, Call, descriptor
 from ..calls.buffers import Buffer, read_buffer
 from ..calls.messages import Message, SendRecv
 from ..errors import ClosedError, HetcollError, InitError
-from ..health.diagnosis import Diagnosis, Kind
+from ..health.diagnosis import Diagnosis
 from ..health.stall_detector import PATIENCE, StallDetector
 from ..health.status_report import FREE_THREADED, StatusReporter
+from ..health.verdicts import Kind
 from ..links.wiring import Check, Wiring
 from ..plan.algorithms import p2p
 from ..plan.algorithms.base import stretched

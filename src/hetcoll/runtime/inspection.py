@@ -32,8 +32,8 @@ from ..calls import RECV, SEND, Call
 from ..calls.buffers import Buffer
 from ..calls.messages import Message, SendRecv
 from ..errors import ArgumentError, HetcollError
-from ..health.diagnosis import Kind
 from ..health.status_report import call_site
+from ..health.verdicts import Kind
 from ..work import DONE, Work
 from .checked import Checked, Result
 from .checksums import foldable

@@ -24,7 +24,7 @@ import numpy as np
 from .. import calls
 from ..calls import check_int, check_rank
 from ..errors import ArgumentError, AuthenticationError, BufferTypeError
-from ..health.diagnosis import Kind
+from ..health.verdicts import Kind
 from .core import Core
 
 LIMIT = 64 << 20

@@ -14,8 +14,8 @@ from ..calls import check_seconds
 from ..calls.buffers import Buffer
 from ..errors import ArgumentError
 from ..health.desync_report import Called
-from ..health.diagnosis import Kind
 from ..health.status_report import call_site
+from ..health.verdicts import Kind
 from ..types import ANY_SOURCE, DType
 from ..work import Work
 from .executor import Row

@@ -20,7 +20,7 @@ from ..calls import check_int
 from ..config.env import Config
 from ..config.variables import parse_format
 from ..errors import ArgumentError, CommunicationError, InitError, PeerLostError, spell_ranks
-from ..health.diagnosis import Kind, tell_interrupted
+from ..health.verdicts import Kind, tell_interrupted
 from ..plan.topology import restrict
 from ..rendezvous import decisions
 from ..rendezvous.session import Session

@@ -26,7 +26,7 @@ from ..calls import RECV, SEND, check_int, check_rank, whole
 from ..calls.buffers import Buffer, read_buffer
 from ..calls.messages import Message
 from ..errors import ArgumentError, ClosedError, HetcollError, InitError, PeerLostError
-from ..health.diagnosis import Kind
+from ..health.verdicts import Kind
 from ..types import ANY_SOURCE, DType
 from ..work import Work
 from .core import Core, Owner

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..calls.buffers import Buffer
 from ..errors import ClosedError, CollectiveTimeoutError, CommunicationError
-from ..health.diagnosis import Kind
+from ..health.verdicts import Kind
 from ..work import DONE, Work
 from .core import Core
 from .device_memory import DeviceMemory
