@@ -114,16 +114,7 @@ class Windows {
   // kRead: a get that the asker reads when it is allowed to; kDone, which nobody answers, is the next of its requests,
   // when it has. kPlace: a put whose pieces come when the owner has said where they may be written (Allowed). kFetch: a
   // get that says so itself (a Placement, behind a table of runs). kLeave, the last one, is not answered either.
-  enum class Ask : std::uint32_t {
-    kPut = 0,
-    kGet = 1,
-    kPull = 2,
-    kRead = 3,
-    kDone = 4,
-    kPlace = 5,
-    kFetch = 6,
-    kLeave = 7
-  };
+  enum class Ask : std::uint32_t { kPut, kGet, kPull, kRead, kDone, kPlace, kFetch, kLeave };
   struct Head {  // of a request
     std::uint32_t id = 0;
     Ask ask = Ask::kPut;
