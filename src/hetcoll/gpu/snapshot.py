@@ -51,9 +51,8 @@ class Spares:
         """Give all back to the driver, now and from now on."""
         self._closed = True
         for spare in list(self._spare.values()):
-            with contextlib.suppress(LookupError):
-                while True:
-                    self.device.free_host(spare.pop())
+            while spare:
+                self.device.free_host(spare.pop())
 
 
 class GpuSnapshot(Snapshot):
