@@ -11,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include "devices/kernels/waits.h"
 #include "kernels_reference.h"
 
 using namespace hetcoll::reference;
@@ -271,9 +272,26 @@ void TestCopy() {
   }
 }
 
+// Threads of a GPU's kernel that wait look at the host's memory one after another: all do so, and few at once.
+void TestTurns() {
+  constexpr unsigned kThreads = 1 << 15, kEvery = 64, kTurns = 32;
+  std::vector<int> looked(kThreads);
+  for (unsigned looks = 1; looks <= kEvery * kTurns; ++looks) {
+    unsigned at_once = 0;
+    for (unsigned thread = 0; thread < kThreads; ++thread) {
+      const bool turn = hetcoll::IsTurn(thread, looks, kEvery, kTurns);
+      looked[thread] += turn;
+      at_once += turn;
+    }
+    CHECK(at_once == (looks % kEvery == 0 ? kThreads / kTurns : 0), "%u threads at look %u", at_once, looks);
+  }
+  CHECK(std::all_of(looked.begin(), looked.end(), [](int n) { return n == 1; }), "each thread once");
+}
+
 }  // namespace
 
 int main() {
+  TestTurns();
   CHECK(!SetKernelIsa("mmx"), "an unknown instruction set");
   CHECK(FindKernels(static_cast<DType>(hetcoll::kDTypes), ReduceOp::kSum) == nullptr, "an unknown type");
   CHECK(FindKernels(DType::kInt8, static_cast<ReduceOp>(hetcoll::kReduceOps)) == nullptr, "an unknown operation");

@@ -202,6 +202,7 @@ void Launch(const unsigned* grid, const unsigned* block, void** params, void (*k
 
 namespace hetcoll {
 constexpr unsigned kAbortEvery = 1024;  // looks at a word of memory between two at the abort word
+constexpr unsigned kAbortTurns = 32;    // of these, one of which is a thread's: waits.h
 HETCOLL_DEVICE void Relax() {}
 }  // namespace hetcoll
 
@@ -216,12 +217,15 @@ HETCOLL_DEVICE void Relax() {}
 namespace hetcoll {
 #if defined(__HIP__)
 [[maybe_unused]] constexpr unsigned kAbortEvery = 1024;
+[[maybe_unused]] constexpr unsigned kAbortTurns = 32;
 HETCOLL_DEVICE void Relax() { __builtin_amdgcn_s_sleep(1); }
 #elif defined(HETCOLL_FAKE)
 constexpr unsigned kAbortEvery = 16;
+constexpr unsigned kAbortTurns = 1;
 HETCOLL_DEVICE void Relax() { __nanosleep(20); }
 #else
 constexpr unsigned kAbortEvery = 16;
+constexpr unsigned kAbortTurns = 1;  // threads run one after another
 // Ranks share processors here, perhaps with much else. Who yields runs again last of all; who slept runs next.
 HETCOLL_DEVICE void Relax() {
   const timespec pause{0, 20'000};
