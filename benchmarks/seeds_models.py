@@ -34,19 +34,27 @@ class Found:
         self.figures.append(dict(figures))
 
 
+def steps_of(args: argparse.Namespace) -> int:
+    """Of all turns, and of the one before that is not timed."""
+    steps: int = (1 + args.turns) * args.steps
+    return steps
+
+
 def train(
     jobs: Mapping[str, tuple[Job, Shape, Mapping[str, Any]]], args: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Each job's median seconds a step, by turns, and its losses. What a job is told says how it trains."""
+    """Each job's median seconds a step, by turns, and its losses. What a job is told says how it trains. The first
+    turn is not timed: buckets are cut anew in it, and calls of each length come for the first time."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     losses: dict[str, list[float]] = {name: [] for name in jobs}
     for job, shape, told in jobs.values():
-        job.ask({"do": "make", "shape": asdict(shape), "steps": args.turns * args.steps, **told})
-    for turn in range(args.turns):
+        job.ask({"do": "make", "shape": asdict(shape), "steps": steps_of(args), **told})
+    for first in range(0, steps_of(args), args.steps):
         for name, (job, _, _) in jobs.items():
-            answers = job.ask({"do": "turn", "first": turn * args.steps, "steps": args.steps})
-            seconds[name].append(max(each["seconds"] for each in answers))
+            answers = job.ask({"do": "turn", "first": first, "steps": args.steps})
             losses[name] += answers[0]["losses"]
+            if first > 0:
+                seconds[name].append(max(each["seconds"] for each in answers))
     return {name: statistics.median(each) for name, each in seconds.items()}, losses
 
 
@@ -60,8 +68,9 @@ def error(losses: Sequence[float], wanted: Sequence[float], what: str, wrong: li
 
 def references(shapes: Sequence[Shape], place: Place, args: argparse.Namespace, home: Path) -> list[list[float]]:
     alone = replace(place, kind="cpu") if place.torch == "cpu" else place
-    steps = args.turns * args.steps
-    return losses_of_one(shapes, alone, home, steps=steps, pieces=args.ranks * args.pieces, seconds=args.seconds)
+    return losses_of_one(
+        shapes, alone, home, steps=steps_of(args), pieces=args.ranks * args.pieces, seconds=args.seconds
+    )
 
 
 def told_to(ranks: int, way: str, batch: int, pieces: int) -> dict[str, Any]:
