@@ -26,6 +26,7 @@ from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.protocol import exchanges
 from hetcoll.rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
+from hetcoll.rendezvous.protocol.wire import Op
 from hetcoll.rendezvous.relay import Relay
 from hetcoll.rendezvous.store import server as store
 from hetcoll.rendezvous.store import tree
@@ -294,6 +295,28 @@ def test_a_relay_that_is_stopped_is_left(job: Job, monkeypatch: pytest.MonkeyPat
     assert served
     assert answers == {rank: b"%d" % rank for rank in range(SIZE)}
     assert not [event for each in job.ranks for event in each.seen if isinstance(event, Lost | StoreLost)]
+
+
+def test_a_relay_that_was_given_up_too_early_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store heard nothing of a relay behind a relay, whose children did: all of them are kept."""
+    monkeypatch.setattr(tree, "SILENCE", 1.0)
+    monkeypatch.setattr(tree, "ABSENCE", 4.0)
+    with closing(Job(32)) as job:
+        job.enter()
+        node = wait_until(lambda: next((n for n in job.store._tree._relays if n.parent and n.children), None), 20)
+        relays = (each.client._relay for each in job.ranks)
+        held = next(r for r in relays if r is not None and r._token == node.entry.token)
+        assert held._up is not None
+        up, beat = held._up, held._up.send
+        monkeypatch.setattr(up, "send", lambda op, *rest: None if op == Op.BEAT else beat(op, *rest))
+        wait_until(lambda: node.way() is None, 20)
+        monkeypatch.setattr(up, "send", beat)
+        wait_until(lambda: node.way() is not None, 20)
+        until = time.monotonic() + 4.0  # who is missing would be lost by then
+        while time.monotonic() < until:
+            answers, _ = job.ranks[0].client.query(WORLD, b"?", 20)
+            assert answers == {rank: b"%d" % rank for rank in range(32)}
+        assert not [event for each in job.ranks for event in each.seen if isinstance(event, Lost)]
 
 
 def test_who_dies_with_its_relay_is_lost_when_it_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
