@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.protocol import exchanges
 from hetcoll.rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
+from hetcoll.rendezvous.protocol.wire import Op
 from hetcoll.rendezvous.relay import Relay
 from hetcoll.rendezvous.store import server as store
 from hetcoll.rendezvous.store import tree
@@ -270,8 +272,57 @@ def test_who_leaves_a_relay_that_is_slow_is_missing_and_not_lost(job: Job, monke
     assert not [event for event in job.ranks[0].seen if isinstance(event, Lost)]
 
 
+def behind_one(job: Job) -> tuple[Relay, dict[Light, socket.socket]]:
+    """A relay, and who is behind it with what connection."""
+    held = job.a_relay().client._relay
+    assert held is not None
+    ways = ((each, each.client._uplink.sock) for each in job.ranks)
+    return held, {each: sock for each, sock in ways if sock.getpeername() == held._entry.addresses[0]}
+
+
+def test_a_relay_that_is_slow_while_the_job_starts_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a thousand processes come to few cores: it lives, and there is time. Later nobody waits so long."""
+    monkeypatch.setattr(uplink, "SILENCE", 1.0)
+    with closing(Job()) as job, ExitStack() as stack:
+        job.enter()
+        held, before = behind_one(job)
+        turn, go_on = held._turn, threading.Event()
+        stack.callback(go_on.set)
+        monkeypatch.setattr(held, "_turn", lambda: go_on.wait(60) and turn())
+        wait_until(lambda: all(time.monotonic() > each.client._uplink._heard + 3.0 for each in before), 6)
+        assert before
+        assert {each: each.client._uplink.sock for each in before} == before
+        go_on.set()
+        told = [future.result(40) for future in job.exchange(b"start", job.ranks)]
+        assert told == [[b"%d" % rank for rank in range(SIZE)]] * SIZE
+        go_on.clear()
+        wait_until(lambda: all(each.client._uplink.sock is not sock for each, sock in before.items()))
+
+
+def test_who_is_late_itself_does_not_leave_its_relay(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the relay has said meanwhile is there to be read."""
+    _, before = behind_one(job)
+    (late, sock), *_ = before.items()
+    way, was_late = late.client._uplink, threading.Event()
+    watch, felt = way._pulse.watch, way._pulse.is_felt
+
+    def feel(ready: list[tuple[int, int]]) -> bool:
+        if not ready and not was_late.is_set():
+            assert select.select([sock], [], [], 30)[0]  # a beat of the relay
+            way._heard -= 60.0
+            was_late.set()
+        return felt(ready)
+
+    monkeypatch.setattr(way._pulse, "watch", lambda poll: watch(poll) if was_late.is_set() else 0.0)
+    monkeypatch.setattr(way._pulse, "is_felt", feel)
+    wait_until(lambda: was_late.is_set() and way._heard > time.monotonic() - 30.0, 20)
+    assert way.sock is sock
+
+
 @pytest.mark.slow
 def test_a_relay_that_is_stopped_is_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    for future in job.exchange(b"start", job.ranks):
+        future.result(40)
     stopped, go_on = job.a_relay(), threading.Event()
     held = stopped.client._relay
     assert held is not None
@@ -294,6 +345,28 @@ def test_a_relay_that_is_stopped_is_left(job: Job, monkeypatch: pytest.MonkeyPat
     assert served
     assert answers == {rank: b"%d" % rank for rank in range(SIZE)}
     assert not [event for each in job.ranks for event in each.seen if isinstance(event, Lost | StoreLost)]
+
+
+def test_a_relay_that_was_given_up_too_early_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store heard nothing of a relay behind a relay, whose children did: all of them are kept."""
+    monkeypatch.setattr(tree, "SILENCE", 1.0)
+    monkeypatch.setattr(tree, "ABSENCE", 4.0)
+    with closing(Job(32)) as job:
+        job.enter()
+        node = wait_until(lambda: next((n for n in job.store._tree._relays if n.parent and n.children), None), 20)
+        relays = (each.client._relay for each in job.ranks)
+        held = next(r for r in relays if r is not None and r._token == node.entry.token)
+        assert held._up is not None
+        up, beat = held._up, held._up.send
+        monkeypatch.setattr(up, "send", lambda op, *rest: None if op == Op.BEAT else beat(op, *rest))
+        wait_until(lambda: node.way() is None, 20)
+        monkeypatch.setattr(up, "send", beat)
+        wait_until(lambda: node.way() is not None, 20)
+        until = time.monotonic() + 4.0  # who is missing would be lost by then
+        while time.monotonic() < until:
+            answers, _ = job.ranks[0].client.query(WORLD, b"?", 20)
+            assert answers == {rank: b"%d" % rank for rank in range(32)}
+        assert not [event for each in job.ranks for event in each.seen if isinstance(event, Lost)]
 
 
 def test_who_dies_with_its_relay_is_lost_when_it_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

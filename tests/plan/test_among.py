@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from plan_executor import execute
 from star import star
 from thorough import parametrize
 from topologies import any_groups, any_islands, side_by_side
-from waits import Waits
+from waits import Waits, proved
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, Hosts, find, inp, out
@@ -22,9 +21,8 @@ from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import runs_among
 from hetcoll.plan.algorithms.islands import ISLANDS
-from hetcoll.plan.flat import LAG
 from hetcoll.plan.ir import Op, Plan
-from hetcoll.plan.order import Frame, Ordered, joined, ordered
+from hetcoll.plan.order import Frame, joined, ordered
 from hetcoll.plan.pieces import SLOTS, Cut, Lengths
 from hetcoll.plan.pipeline import pipelined, ramp
 from hetcoll.plan.simulator import check, serialisable
@@ -173,17 +171,6 @@ def test_each_rank_has_its_row_of_an_order_of_all_from_its_own_plan(data: st.Dat
     frames = [Frame(plan, entry, islands, **how) for plan in whole]
     assert {frame.lengths for frame in frames} == {Lengths.of(whole)}
     proved([ordered(frame, made) for frame in frames], pipelined(whole, *made[:2]), islands)
-
-
-def proved(found: list[Ordered], plans: list[Plan], islands: Hosts) -> None:
-    assert [each.plan for each in found] == plans
-    serialisable(plans, [each.order for each in found], SLOTS)
-    earlier, later, far = Waits(plans, SLOTS).pairs
-    level, op = np.concatenate([each.levels for each in found]), np.concatenate([p.columns.fields[0] for p in plans])
-    beside = (op[earlier] == Op.LOCAL) & (op[later] == Op.LOCAL)  # they keep their lane's order
-    assert (level[later] - level[earlier] >= np.where(far, LAG, np.where(beside, 0, 1))).all()
-    for island in islands:
-        assert len({tuple(found[r].levels[i] for i in plans[r].columns.locals) for r in island}) == 1
 
 
 @pytest.mark.parametrize("kind", ISLANDS, ids=lambda kind: kind.label)

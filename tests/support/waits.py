@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hetcoll.plan.costs import Hosts
+from hetcoll.plan.flat import LAG
 from hetcoll.plan.ir import Op, Plan
-from hetcoll.plan.simulator import RECEIVES
+from hetcoll.plan.order import Ordered
+from hetcoll.plan.pieces import SLOTS
+from hetcoll.plan.simulator import RECEIVES, serialisable
 from hetcoll.plan.simulator.node import wrong
 from hetcoll.plan.steps import Ints
 
@@ -116,3 +120,15 @@ class Waits:
         order = np.lexsort((self._lane, self._op, self._levels(1), self._plan))
         rows = np.split(order - self._begins[self._plan], self._begins[1:-1])
         return tuple(tuple(row.tolist()) for row in rows)
+
+
+def proved(found: list[Ordered], plans: list[Plan], islands: Hosts) -> None:
+    """Orders of all ranks in pieces, whose plans are to be these, can be enqueued, and levels keep their distances."""
+    assert [each.plan for each in found] == plans
+    serialisable(plans, [each.order for each in found], SLOTS)
+    earlier, later, far = Waits(plans, SLOTS).pairs
+    level, op = np.concatenate([each.levels for each in found]), np.concatenate([p.columns.fields[0] for p in plans])
+    beside = (op[earlier] == Op.LOCAL) & (op[later] == Op.LOCAL)  # they keep their lane's order
+    assert (level[later] - level[earlier] >= np.where(far, LAG, np.where(beside, 0, 1))).all()
+    for island in islands:
+        assert len({tuple(found[r].levels[i] for i in plans[r].columns.locals) for r in island}) == 1

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import WHOLE
+from .algorithms.base import Rounds
 from .ir import Op, Plan, columns_of
 from .pieces import SLOTS
 from .pipeline import share_units
@@ -26,6 +27,7 @@ LAG = SLOTS
 """Levels from what a rank does for another one to what that does then."""
 PACE = 2
 """Levels from one message of a lane to the next."""
+_NOTHING = np.zeros(0, np.int64)
 _SEND, _RECV, _RECV_REDUCE = Op.SEND, Op.RECV, Op.RECV_REDUCE  # members are slow to look up
 
 
@@ -45,7 +47,8 @@ class Numbers(NamedTuple):
 
 class Flat:
     """The plans of one rank for each island, and what each step waits for. Of those that wait for nothing before any of
-    their messages some may be left out; of those that turn or swap (`Algorithm`), all but one are.
+    their messages some may be left out; of those that turn or swap (`Algorithm`), all but one are, and where `rounds`
+    say when messages go.
 
     Raises
     ------
@@ -53,7 +56,9 @@ class Flat:
         Not all messages are received.
     """
 
-    def __init__(self, plans: Sequence[Plan], *, turns: bool = False, swaps: bool = False) -> None:
+    def __init__(
+        self, plans: Sequence[Plan], *, turns: bool = False, swaps: bool = False, rounds: Rounds | None = None
+    ) -> None:
         columns = _joined(plans)
         self.plans = plans
         self._begins = np.cumsum([0, *(len(plan.steps) for plan in plans)])
@@ -68,7 +73,8 @@ class Flat:
         self._lanes = np.stack([lanes[:-1][same], lanes[1:][same]])
         waits = np.repeat(steps, np.diff(columns.ends))
         self._deps = np.stack([columns.deps + self._begins[self._plan[waits]], waits])
-        sent, received = self._messages(turns, swaps)
+        self._rounds = rounds
+        sent, received = self._messages(turns, swaps) if rounds is None else (_NOTHING, _NOTHING)
         self._node, self._after = steps.copy(), np.where(receives(self._op), LAG, 0)  # a message is one node
         self._node[received] = sent
 
@@ -115,11 +121,24 @@ class Flat:
             There are none, so that ranks might wait for each other.
         """
         edges, weights = self._edges(numbers)
-        order, level = self._sorted(edges, weights), [1] * len(self._plan)
+        order, level = self._sorted(edges, weights), self._first(numbers)
+        fixed = level if self._rounds is None else [*level]
         self._settle(order, edges, weights, level)
+        for node in np.flatnonzero(self._peer >= 0).tolist() if self._rounds else ():
+            if level[node] > fixed[node]:
+                raise self._wrong(node, "goes in a round before what it waits for")
         mine = slice(self._begins[plan], self._begins[plan + 1])
         starts: Ints = np.array(level, np.int64)[self._node[mine]] + self._after[mine]
         return starts
+
+    def _first(self, numbers: Numbers) -> list[int]:
+        """Before which levels nothing starts: messages in rounds start at these."""
+        if self._rounds is None:
+            return [1] * len(self._plan)
+        lanes, hops = PACE * numbers.pieces * numbers.each, PACE * (LAG + numbers.parts)
+        level = 1 + lanes * self._rounds.lanes + hops * self._rounds.hops
+        found: list[int] = np.where(self._peer >= 0, level, 1).tolist()
+        return found
 
     def _edges(self, numbers: Numbers) -> tuple[Ints, Ints]:
         """Which node starts after which, by how much at least."""
@@ -171,8 +190,10 @@ class Flat:
         raise self._deadlock(raised)
 
     def _deadlock(self, node: int) -> Exception:
+        return self._wrong(node, f"deadlock with {SLOTS} slots of one message each")
+
+    def _wrong(self, node: int, problem: str) -> Exception:
         plan = int(self._plan[node])
-        problem = f"deadlock with {SLOTS} slots of one message each"
         return wrong(self.plans[plan], node - int(self._begins[plan]), problem)
 
 

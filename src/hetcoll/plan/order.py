@@ -12,14 +12,17 @@ other ranks do for it: the send of the message that it receives, the receive tha
 members of an island have their LOCAL steps on one level each, which is no lower than that of an earlier one.
 
 A rank draws no other rank's plan for that: levels follow from the *flat* plans, of one rank for each island, or of as
-few as say what all do (`turns`, `swaps` and `star` of `Algorithm`). Each step of a flat plan gets a start. A message of
-it, the n-th of all pieces and of all parts that islands share (`Atom`), has the level ``start + PACE * n``, as if one
-rank did it for all parts; whoever has some leaves some numbers out, which wrongs nobody. A receive starts `LAG` after
-its send. The next step of a lane starts after all numbers of the last one, so that sends of a lane are `PACE` apart,
-and the slot of one is filled again, `SLOTS` messages later, at a level that is above it by ``PACE * SLOTS >= 2 * LAG``.
-What needs a step starts after it, not after all of its numbers, so pieces overlap. A LOCAL step comes before whatever
-needs it on any member, for any part, and after all that it needs there. What else a rank does, which concerns no other,
-comes as soon as it can.
+few as say what all do (`turns`, `swaps`, `star` and `rounds` of `Algorithm`). Each step of a flat plan gets a start. A
+message of it, the n-th of all pieces and of all parts that islands share (`Atom`), has the level ``start + PACE * n``,
+as if one rank did it for all parts; whoever has some leaves some numbers out, which wrongs nobody. A receive starts
+`LAG` after its send. The next step of a lane starts after all numbers of the last one, so that sends of a lane are
+`PACE` apart, and the slot of one is filled again, `SLOTS` messages later, at a level that is above it by ``PACE * SLOTS
+>= 2 * LAG``. What needs a step starts after it, not after all of its numbers, so pieces overlap. A LOCAL step comes
+before whatever needs it on any member, for any part, and after all that it needs there. What else a rank does, which
+concerns no other, comes as soon as it can.
+
+Where an algorithm says in which round each message goes, it starts at a level that leaves enough for all rounds before;
+then nothing of the others is drawn. `Flat.starts` refuses rounds that come too early for what is drawn.
 
 Starts exist for all plans that need no credits: there a message may be one event, and every event of it may happen for
 all pieces and parts, one after another, before the next does. Of others, that overwrite what they send, the starts are
@@ -62,6 +65,8 @@ from .pipeline import Pieces, in_pieces, share_units
 from .simulator.node import wrong
 from .steps import Columns, Ints, distinct
 
+MANY = 64
+"""Islands from which on `Algorithm.rounds` say when messages go: of fewer, all plans do, by which they go earlier."""
 _LOCAL = Op.LOCAL  # members are slow to look up
 
 
@@ -109,7 +114,9 @@ class Frame:
         later = own.collective is Collective.REDUCE and len(self._islands[self._home]) > 1  # scaled by the root alone
         alike = not (own.ordered or own.compress or own.collective in ROOTED)
         turns, swaps = alike and flat.turns, alike and flat.swaps and power_of_two(m)
-        drawn = [self._here] if turns or swaps else sorted({self._home, self._here}) if flat.star else [*range(m)]
+        rounds = None if turns or swaps or flat.star or m < MANY else flat.rounds
+        one = turns or swaps or rounds is not None
+        drawn = [self._here] if one else sorted({self._home, self._here}) if flat.star else [*range(m)]
         hosts = tuple((i,) for i in range(m)) if self._made else None
         groups = tuple(tuple(sorted({of[r] for r in group})) for group in groups)
         alone = flat is entry and all(island == (r,) for r, island in enumerate(self._islands))  # then mine is one
@@ -122,7 +129,8 @@ class Frame:
             )
             for i in drawn
         ]  # fmt: skip
-        return Flat(plans, turns=turns, swaps=swaps), drawn.index(self._here)
+        when = None if rounds is None else rounds(plans[0])
+        return Flat(plans, turns=turns, swaps=swaps, rounds=when), drawn.index(self._here)
 
     def _match(self, flat: Columns) -> None:
         """Find which step of the flat plan each of mine is, by its place in the lane, and for messages of which share

@@ -146,6 +146,7 @@ class ControlClient:
         membership = self._groups.get(group)
         fields = (group, tag, pack(telling.shared), pack(telling.alike), telling.own, F64.pack(seconds))
         frame = self._call(Op.EXCHANGE, fields, seconds, group)
+        self._uplink.met()
         assert membership is not None, "or the store refused"
         columns, own = frame.fields
         membership.own[tag, membership.rank] = telling.own
@@ -262,7 +263,10 @@ class ControlClient:
                 log.warning("this process cannot be a relay: %s", problem)
                 return
             try:
-                self._relay = Relay(self.unique_id, host, self._size, self._timeout, tls=self._uplink.sock.secured)
+                self._relay = Relay(
+                    self.unique_id, host, self._size, self._timeout, tls=self._uplink.sock.secured,
+                    silence=lambda: self._uplink.silence,
+                )  # fmt: skip
             except OSError as error:
                 log.warning("this process cannot be a relay at %s: %s", host, spell_error(error))
 

@@ -39,12 +39,22 @@ _FAREWELL = 1.0
 
 class Relay:
     """Serves children at `host` until its way up is lost for good, `close`, or (`retire`) the last child is gone.
-    `tls`: see `Acceptor`."""
+    `tls`: see `Acceptor`. `silence`: see `Uplink`."""
 
-    def __init__(self, unique_id: UniqueId, host: str, size: int, timeout: float, *, tls: bool = False) -> None:
+    def __init__(
+        self,
+        unique_id: UniqueId,
+        host: str,
+        size: int,
+        timeout: float,
+        *,
+        tls: bool = False,
+        silence: Callable[[], float] = lambda: uplink.SILENCE,
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self._id, self._token, self._timeout = unique_id, os.urandom(uplink.TOKEN_BYTES), timeout
+        self._most_silence = silence
         address = (host, int(listener.getsockname()[1]))
         self._entry = uplink.Entry(uplink.Kind.RELAY, self._token, size, addresses=(address,))
         self._children: dict[int, Connection] = {}
@@ -174,7 +184,7 @@ class Relay:
                 each.send(Op.BEAT, b"")
             self._part_with_vanished()
         self._flush_all()
-        silence = self._heard + uplink.SILENCE - time.monotonic() if self._behind else None
+        silence = self._heard + self._most_silence() - time.monotonic() if self._behind else None
         wait = choose_wait(self._beaten + BEAT - time.monotonic(), silence, self._acceptor.prepare())
         events = self._selector.select(wait)
         for key, mask in events:
@@ -184,7 +194,7 @@ class Relay:
                 self._serve_up(mask)
             else:
                 self._guarded(key.data, self._serve_child, mask)
-        if self._behind and time.monotonic() >= self._heard + uplink.SILENCE:
+        if self._behind and time.monotonic() >= self._heard + self._most_silence():
             if any(key.data is self._up for key, _ in self._selector.select(0)):
                 return  # it has spoken, and we have been late
             self._come_again(TimeoutError("a relay said nothing"))

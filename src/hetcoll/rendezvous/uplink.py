@@ -2,8 +2,8 @@
 
 Who comes to the store says so in its first frame (`Entry`). The store keeps it, or sends it on to a relay: the same
 handshake there, and the same first frame, which the relay passes on. Where a connection breaks, or a relay says nothing
-for SILENCE seconds, who was connected comes to the store again, and proves the job's secret again; what was under way
-is sent again (`streams`). Where the store is lost itself, `succession` says where to go.
+for too long (`Uplink.silence`), who was connected comes to the store again, and proves the job's secret again; what was
+under way is sent again (`streams`). Where the store is lost itself, `succession` says where to go.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from .protocol.wire import U32, U64, Frame, FrameReader, Op, Status, header, pac
 log = logging.getLogger("hetcoll.uplink")
 
 SILENCE = 10.0  # seconds without a word from a relay until it is given up
+_STARTING = 0.25  # of the time that a job has to start, where that is longer: many ranks wait for few cores then
 RETURN = 20.0  # seconds in which whoever lost its relay finds another
 _LAST_TRY = 5.0  # of whoever was patient already, since its store's host may live
 GRACE = 3.0  # seconds in which the members of a small job come to a new store
@@ -195,6 +196,7 @@ class Uplink:
         self._left = False  # this way is given up: what comes after a frame that was cut short would be part of it
         self._pulse = Pulse()
         self._heard, self._woke = 0.0, -SILENCE
+        self._starting, self._started = _STARTING * (deadline - time.monotonic()), deadline
         try:
             self._connect(deadline, there=False, patient=patient)
         except BaseException:
@@ -228,6 +230,15 @@ class Uplink:
     def behind(self) -> bool:
         """Whether it goes through a relay."""
         return self._behind
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a word from a relay until this process gives it up."""
+        return max(SILENCE, self._starting) if time.monotonic() < self._started else SILENCE
+
+    def met(self) -> None:
+        """All ranks are there: the job has started."""
+        self._started = time.monotonic()
 
     @property
     def late(self) -> bool:
@@ -351,7 +362,7 @@ class Uplink:
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         rest = self._pulse.watch(poll)
-        silence = self._heard + SILENCE - time.monotonic() if self._behind else sockets.until_vanished(self.sock)
+        silence = self._heard + self.silence - time.monotonic() if self._behind else sockets.until_vanished(self.sock)
         waits = [max(0.0, wait) for wait in (rest, silence) if wait is not None]
         began = time.monotonic()
         ready = poll.poll(1000 * min(SILENCE / 2, *waits))
@@ -360,8 +371,9 @@ class Uplink:
         if self._pulse.is_felt(ready):
             self._tell(Op.ACK)  # where the connection broke, the system says so now
         if all(fd != self.sock.fileno() for fd, _ in ready):
-            if self._behind and time.monotonic() >= self._heard + SILENCE:
-                raise TimeoutError(f"a relay said nothing for {SILENCE:g} s")
+            late = self._behind and time.monotonic() >= self._heard + self.silence
+            if late and not poll.poll(0):  # or it has spoken, and this process has been late
+                raise TimeoutError(f"a relay said nothing for {self.silence:.3g} s")
             if not (self._behind or sockets.until_vanished(self.sock)):
                 raise sockets.vanished()
             return None

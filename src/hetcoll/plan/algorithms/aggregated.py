@@ -15,6 +15,7 @@ from ...types import Collective
 from ..costs import Cost, Hosts, Levels
 from .base import Draft, each, find, inp, out, register, tmp
 from .led import runs
+from .pairwise import meetings
 
 
 def _levels(hosts: Hosts) -> Levels:
@@ -43,7 +44,7 @@ class _Host:
         return [rank for host in self.others for i, rank in enumerate(host) if i % k == place]
 
 
-@register(Collective.ALLTOALL, "aggregated", levels=_levels, equal=True)
+@register(Collective.ALLTOALL, "aggregated", levels=_levels, equal=True, rounds=meetings)
 def alltoall(p: Draft) -> None:
     """2 hops. In place a share's memory is free when it has gone: see `pairwise`."""
     if len(p.hosts) == 1:

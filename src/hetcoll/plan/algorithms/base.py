@@ -211,6 +211,14 @@ def _units(collective: Collective, size: int, units: int, pieces: int) -> tuple[
             return units, units
 
 
+class Rounds(NamedTuple):
+    """Of each message the numbers of rounds that are over when it goes: `lanes` of as many messages of a lane, and
+    `hops` in which what came is sent on."""
+
+    lanes: Ints
+    hops: Ints
+
+
 class Algorithm(NamedTuple):
     """One entry of the table; what it takes stands in `hetcoll.plan.costs`.
 
@@ -221,7 +229,8 @@ class Algorithm(NamedTuple):
     what rank 0 does, with all peers r further round the ring; so does one of equal islands beside the first. `swaps`:
     among a power of two it does, with ``r ^ d`` in place of d, from which it gets what it sends there. `star`: a rank
     that is not the root has one message, with the root, and nothing comes before it. `equal`: for shares of one length,
-    and so not for forms with counts. `flat`: what this one runs among the islands.
+    and so not for forms with counts. `flat`: what this one runs among the islands. `rounds`: when each of its
+    messages goes, the same at both ends; what is no message has any numbers.
     """
 
     name: str
@@ -236,6 +245,7 @@ class Algorithm(NamedTuple):
     flat: Algorithm | None = None
     star: bool = False
     swaps: bool = False
+    rounds: Callable[[Plan], Rounds] | None = None
 
     @property
     def cost(self) -> Callable[[int], Cost] | None:
@@ -330,6 +340,7 @@ def register(
     cost: Callable[[int], Cost] | None = None, levels: Callable[[Hosts], Levels] | None = None,
     compresses: bool = False, stretches: Callable[[int, int], int] | None = None, ordered: bool = False,
     turns: bool = False, equal: bool = False, star: bool = False, swaps: bool = False,
+    rounds: Callable[[Plan], Rounds] | None = None,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:  # fmt: skip
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry.
 
@@ -339,8 +350,9 @@ def register(
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
         entry = Algorithm(
-            name, collective, draw, supports, compresses, stretches, ordered, turns, equal, star=star, swaps=swaps
-        )
+            name, collective, draw, supports, compresses, stretches, ordered, turns, equal, star=star, swaps=swaps,
+            rounds=rounds,
+        )  # fmt: skip
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         if cost is not None:

@@ -12,12 +12,34 @@ from __future__ import annotations
 import numpy as np
 
 from ...types import Collective
-from ..ir import Span
+from ..ir import Op, Plan, Span
 from ..steps import Ints
-from .base import Draft, each, inp, out, register, tmp
+from .base import Draft, Rounds, each, inp, out, register, tmp
 
 
-@register(Collective.ALLREDUCE, "oneshot", ordered=True)
+def _ends(plan: Plan) -> tuple[Ints, Ints]:
+    """From which rank each message goes, and to which."""
+    sends, peer = plan.columns.fields[0] == Op.SEND, plan.columns.peer
+    return np.where(sends, plan.rank, peer), np.where(sends, peer, plan.rank)
+
+
+def in_order(plan: Plan) -> Rounds:
+    """Every rank sends in the order of ranks, and receives so."""
+    source, target = _ends(plan)
+    return Rounds(source + target, np.zeros_like(source))
+
+
+def round_the_ring(plan: Plan) -> Rounds:
+    """Every rank sends round the ring, and receives round the ring or in the order of ranks; then, on channel 1, it
+    passes on round the ring what has become of that."""
+    source, target = _ends(plan)
+    distance, later = (target - source) % plan.size, plan.columns.fields[3] > 0
+    ranks = source + target + plan.size * (source > target)
+    first, last = (ranks, 3 * plan.size - 3) if plan.ordered else (distance, plan.size - 1)
+    return Rounds(np.where(later, last + distance - 1, first), later.astype(np.int64))
+
+
+@register(Collective.ALLREDUCE, "oneshot", ordered=True, rounds=in_order)
 def oneshot_allreduce(p: Draft) -> None:
     """Everyone sends all to everyone: 1 hop, n-1 messages a rank of the whole buffer.
 
@@ -78,7 +100,7 @@ def _added(p: Draft, lane: int, result: Span, own: Span, peers: Ints) -> int:
     return first if p.size == 2 else int(p.recv_reduces(lane, result, result, peers[1:])[-1])
 
 
-@register(Collective.ALLREDUCE, "direct", compresses=True, ordered=True, turns=True)
+@register(Collective.ALLREDUCE, "direct", compresses=True, ordered=True, turns=True, rounds=round_the_ring)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter and all-gather, each in one hop: 2(n-1) messages a rank, each a share of 1/n."""
     p.units = p.size
@@ -89,7 +111,7 @@ def allreduce(p: Draft) -> None:
     p.recvs(3, each(out, p.ring(-1)), p.ring(-1), channel=1)
 
 
-@register(Collective.REDUCE_SCATTER, "direct", compresses=True, ordered=True, turns=True)
+@register(Collective.REDUCE_SCATTER, "direct", compresses=True, ordered=True, turns=True, rounds=round_the_ring)
 def reduce_scatter(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
     p.scaled(2, out(), _reduce_own(p, out(), inp(p.rank)))
@@ -125,7 +147,7 @@ def reduce(p: Draft) -> None:
     p.scaled(1, out(), _added(p, 0, out(), inp(), p.ring(1)))
 
 
-@register(Collective.REDUCE, "reduce_scatter_gather", ordered=True)
+@register(Collective.REDUCE, "reduce_scatter_gather", ordered=True, rounds=round_the_ring)
 def reduce_by_shares(p: Draft) -> None:
     """Reduce-scatter, and a gather at the root, each in one hop: every rank adds a share of 1/n."""
     p.units = p.size

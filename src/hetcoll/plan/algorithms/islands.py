@@ -19,9 +19,10 @@ from itertools import pairwise
 import numpy as np
 
 from ...types import Collective
-from ..ir import Buf, Span, Spans
-from .base import Algorithm, Draft, each, inp, out, tmp
+from ..ir import Buf, Plan, Span, Spans
+from .base import Algorithm, Draft, Rounds, each, inp, out, tmp
 from .between import Place, gather_between, reduce_between
+from .direct import round_the_ring
 from .regions import Make, Pieces, Regions, cut
 
 LOCAL, SEND, RECV, LAST, ROUND = 0, 1, 2, 3, 4  # lanes; all-reduce has those of `between`
@@ -30,10 +31,17 @@ ISLANDS: dict[Collective, Algorithm] = {}
 
 
 def _register(
-    collective: Collective, *, compresses: bool = False, turns: bool = False, star: bool = False
+    collective: Collective,
+    *,
+    compresses: bool = False,
+    turns: bool = False,
+    star: bool = False,
+    rounds: Callable[[Plan], Rounds] | None = None,
 ) -> Callable[[Callable[[Draft], None]], Callable[[Draft], None]]:
     def enter(draw: Callable[[Draft], None]) -> Callable[[Draft], None]:
-        ISLANDS[collective] = Algorithm("islands", collective, draw, compresses=compresses, turns=turns, star=star)
+        ISLANDS[collective] = Algorithm(
+            "islands", collective, draw, compresses=compresses, turns=turns, star=star, rounds=rounds
+        )
         return draw
 
     return enter
@@ -70,7 +78,7 @@ def _intervals(make: Make, units: int, k: int) -> tuple[Span, ...]:
     return tuple(make(a, b - a) for a, b in pairwise(cuts))
 
 
-@_register(Collective.ALLREDUCE, compresses=True, turns=True)
+@_register(Collective.ALLREDUCE, compresses=True, turns=True, rounds=round_the_ring)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter inside; all-reduce each interval among its owners, one an island; all-gather inside."""
     at = Split(p, parts=len(p.hosts) if len(p.hosts) > 2 else 1)
@@ -184,7 +192,7 @@ def allgather(p: Draft) -> None:
             p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=[last])
 
 
-@_register(Collective.REDUCE_SCATTER, compresses=True, turns=True)
+@_register(Collective.REDUCE_SCATTER, compresses=True, turns=True, rounds=round_the_ring)
 def reduce_scatter(p: Draft) -> None:
     """Every island adds up the others' regions, an interval each member, and sends them to their owners."""
     at = Regions(p)

@@ -9,10 +9,17 @@ from __future__ import annotations
 import numpy as np
 
 from ...types import Collective
-from .base import Draft, each, inp, out, register
+from ..ir import Plan
+from .base import Draft, Rounds, each, inp, out, register
 
 
-@register(Collective.ALLTOALL, "pairwise")
+def meetings(plan: Plan) -> Rounds:
+    """In which rank r meets (k - r) mod n: k."""
+    meeting = (plan.rank + plan.columns.peer) % plan.size
+    return Rounds(meeting, np.zeros_like(meeting))
+
+
+@register(Collective.ALLTOALL, "pairwise", rounds=meetings)
 def alltoall(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n.
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...types import Collective
+import numpy as np
+
+from ...types import ROOTED, Collective
 from ..costs import floor_log2
-from ..ir import Span
-from .base import Draft, inp, out, register, tmp
+from ..ir import Op, Plan, Span
+from .base import Draft, Rounds, inp, out, register, tmp
 
 
 def _parent(place: int, n: int) -> int:
@@ -73,6 +75,23 @@ def family(size: int, rank: int, root: int, tree: int) -> Family:
     return Family(up, tuple(map(who, _below_place(place, size))))
 
 
+def _rounds(plan: Plan) -> Rounds:
+    """Up, the higher a rank the later it is sent to, by its second child after its first; then down, the higher the
+    sooner. A place is as high as its trailing zeros are many."""
+    n, top = plan.size, 1 + plan.size.bit_length()
+    root = plan.root if plan.collective in ROOTED else 0
+    turned = 0 if plan.collective is Collective.BROADCAST else top + 1
+    hops = np.zeros(len(plan.steps), np.int64)
+    for i, step in enumerate(plan.steps):
+        if step.peer >= 0:
+            a, b = (_place((r - root) % n, n, step.channel) for r in (plan.rank, step.peer))
+            over, under = (a, b) if b and (not a or a & -a > b & -b) else (b, a)
+            height = (over & -over).bit_length() if over else top
+            up = (over == a) is (step.op is not Op.SEND)
+            hops[i] = 2 * height + (under > over) if up else 2 * (turned + top - height)
+    return Rounds(np.zeros_like(hops), hops)
+
+
 def _up(p: Draft, tree: int, lane: int, mine: Family, partial: Span) -> int | None:
     """Adds what the children send to the own input, in lanes `lane` and `lane + 1`; the root's total goes to RECV."""
     total, ready = inp(tree), None
@@ -92,7 +111,7 @@ def _down(p: Draft, tree: int, lane: int, mine: Family, held: Span, ready: int |
         p.send(lane + 1 + i, held, child, channel=tree, after=[ready])
 
 
-@register(Collective.ALLREDUCE, "tree")
+@register(Collective.ALLREDUCE, "tree", rounds=_rounds)
 def allreduce(p: Draft) -> None:
     """Up and down both trees: 2 ceil(log2 n) hops. No rank sends or receives more than twice the buffer."""
     p.units = 2
@@ -104,7 +123,7 @@ def allreduce(p: Draft) -> None:
         _down(p, tree, lane + 4, mine, out(tree), ready)
 
 
-@register(Collective.BROADCAST, "tree")
+@register(Collective.BROADCAST, "tree", rounds=_rounds)
 def broadcast(p: Draft) -> None:
     """Down both trees: ceil(log2 n) hops. No rank sends more than the buffer's size, the root sends each half once."""
     p.units = 2
@@ -113,7 +132,7 @@ def broadcast(p: Draft) -> None:
         _down(p, tree, 4 * tree, mine, inp(tree) if mine.parent is None else out(tree), None)
 
 
-@register(Collective.REDUCE, "tree")
+@register(Collective.REDUCE, "tree", rounds=_rounds)
 def reduce(p: Draft) -> None:
     """Up both trees: ceil(log2 n) hops. No rank receives more than the buffer's size, the root gets each half once."""
     p.units = 2

@@ -133,7 +133,8 @@ class Tree:
         for number in route[:-1]:
             found = node.children.get(number)
             if found is None:
-                return  # of a way that is no more
+                self._part(node, number)
+                return
             node = found
         try:
             self._frame_behind(node, route[-1], inner)
@@ -152,6 +153,13 @@ class Tree:
             lose(child, frame.body.decode(errors="replace"))
         elif child is not None:
             self._frame(child, frame)
+        elif frame.op == Op.BEAT:
+            self._part(relay, number)
+
+    def _part(self, parent: Node, number: int) -> None:
+        """A relay speaks over a way that is no more: where it does not know that, it comes again, and keeps those that
+        are behind it."""
+        self._tell_behind(parent, number, Op.CUT, b"", Status.OK)
 
     def _frame(self, node: Node, frame: Frame) -> None:
         if frame.op == Op.SYNC:
