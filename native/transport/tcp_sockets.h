@@ -141,6 +141,7 @@ class Sockets {
 
   ssize_t SendKept(Stripe& s, const Parts& parts);
   ssize_t SendOddly(std::uint32_t stripe, const Parts& parts);
+  static ssize_t SendBehindTheEnd(const Stripe& s);
   ssize_t SendSpoiled(Stripe& s, const Parts& parts);
   ssize_t SendBytes(Stripe& s, const std::byte* bytes, std::size_t n);
   static ssize_t SendApart(const Stripe& s, const Parts& parts);
