@@ -93,8 +93,9 @@ class TcpSend final : public SendEnd {
     c.header = {m.signature, m.total, at, c.stamp, next, most, 0, 0};
     if (c.size == BlockHeader::kPlain) return true;
     c.header.right = sockets_->right(c.stripe);
-    check_.sum = c.header.check = c.header.Sum();
+    c.header.check = c.header.Sum();
     if (!c.checked) return true;
+    check_.sum = c.header.check;
     checked_to_ = sent_to_ = at;
     check_left_ = sizeof check_;
     return true;

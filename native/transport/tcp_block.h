@@ -44,7 +44,8 @@ static_assert(BlockHeader::kPlain % 16 == 0 && BlockHeader::kChecked % 16 == 0 &
 // Decides the length of blocks.
 class Cutter {
  public:
-  explicit Cutter(Integrity integrity) : integrity_(integrity) {}
+  explicit Cutter(Integrity integrity)
+      : integrity_(integrity), small_of_(integrity == Integrity::kAll ? 1 : kSmallOf) {}
 
   struct Cut {
     std::size_t length;
@@ -55,9 +56,13 @@ class Cutter {
   Cut Next(std::size_t total, std::size_t rest, std::size_t most) {
     most = std::min(rest, most);
     if (integrity_ == Integrity::kOff) return {most, false};
+    if (total <= kSmall) {  // these go by often, so each step counts
+      if (most == 0 || --until_small_ > 0) return {most, false};
+      until_small_ = small_of_;
+      return {most, true};
+    }
     const std::size_t piece = std::min(most, kPiece);
     if (integrity_ == Integrity::kAll) return {piece, piece > 0};
-    if (total <= kSmall) return {piece, piece > 0 && small_++ % kSmallOf == 0};
     if (unchecked_ >= kSampleOf * piece) {
       unchecked_ -= kSampleOf * piece;
       return {piece, true};
@@ -73,7 +78,8 @@ class Cutter {
   static constexpr std::size_t kSampledBlock = std::size_t{4} << 20;
 
   Integrity integrity_;
-  std::size_t small_ = 0;      // messages that went by of up to kSmall bytes
+  std::size_t small_of_;  // one of so many messages of up to kSmall bytes is checked
+  std::size_t until_small_ = 1;
   std::size_t unchecked_ = 0;  // of others, bytes that went by, less those that checks were made for
 };
 

@@ -87,6 +87,12 @@ bool Mending::IsLost(const SocketId& id) const {
   return sockets != nullptr && sockets->down(place.stripe);
 }
 
+bool Mending::HasLeft(const SocketId& id) const {
+  std::lock_guard lock(mutex_);
+  const auto found = sockets_.find(id);
+  return found != sockets_.end() && found->second.sockets.expired();
+}
+
 std::optional<Came> Mending::Hold(const SocketId& id, std::uint32_t number, bool first) const {
   const Place place = Find(id);
   const auto sockets = place.sockets.lock();

@@ -74,6 +74,8 @@ class Mending {
   void Lose(LostSocket lost);
   std::vector<LostSocket> TakeLost();
   bool IsLost(const SocketId& id) const;
+  // Nobody here uses it any more, though it was there: to make it again is of no use.
+  bool HasLeft(const SocketId& id) const;
 
   // A try at making it again begins, the `number`th: what came, or nothing if that try is to be refused, since there
   // was a later one. `first` of two tries with the same number counts: the lower rank's. Whatever there was of the

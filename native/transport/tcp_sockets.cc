@@ -141,12 +141,20 @@ ssize_t Sockets::SendOddly(std::uint32_t stripe, const Parts& parts) {
   Stripe& s = stripes_[stripe];
   if (s.unproved) Prove(stripe);
   if (s.owes + s.behind > 0) Flush(stripe);
-  if (Blocks(s) || until_end_ == kEnded) return -1;
+  if (Blocks(s)) return -1;
+  if (until_end_ == kEnded) return SendBehindTheEnd(s);
   if (spoil_ > 0) return SendSpoiled(s, parts);
   const Parts now = parts.Cut(Undisturbed(s, parts.size()));
   const ssize_t sent = mends_ ? SendKept(s, now) : SendPlain(s, now);
   if (sent > 0) Spend(s, static_cast<std::uint64_t>(sent));
   return sent;
+}
+
+// As send(2) where HETCOLL_FAULT has ended the stream: nothing goes, and once the peer has closed it that is an error.
+ssize_t Sockets::SendBehindTheEnd(const Stripe& s) {
+  pollfd peer{s.fd, POLLRDHUP, 0};
+  errno = poll(&peer, 1, 0) > 0 ? EPIPE : EAGAIN;
+  return -1;
 }
 
 ssize_t Sockets::SendSpoiled(Stripe& s, const Parts& parts) {
@@ -340,7 +348,7 @@ std::size_t Sockets::Undisturbed(const Stripe& s, std::size_t n) const {
 }
 
 // So many were sent. A stream that ends does so in order, as if this rank had ended it: no socket comes in its place.
-// This rank does not notice, and waits: the other end is to see it first.
+// This rank does not notice before the other end has seen it, and closed.
 void Sockets::Spend(Stripe& s, std::uint64_t nbytes) {
   if (until_end_ > 0 && until_end_ != kEnded && (until_end_ -= nbytes) == 0) {
     until_end_ = kEnded;

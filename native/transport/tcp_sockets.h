@@ -68,10 +68,15 @@ class Sockets {
   void NoteRight(std::uint32_t stripe, std::size_t but, std::uint64_t theirs) {
     Stripe& s = stripes_[stripe];
     s.right = s.received - but;
-    if (odd_) [[unlikely]]
+    std::uint64_t sent = s.sent.total();
+    if (odd_) [[unlikely]] {
       s.right -= s.saved.size() - s.taken;
-    if (theirs <= s.theirs || !mends_) return;  // nothing is kept, nor counted
-    if (theirs > s.sent.total() - s.behind || (s.owes > 0 && theirs > s.owes_at)) FailUnsent();
+      if (!mends_) return;  // nothing is kept, nor counted
+      sent -= s.behind;
+      if (s.owes > 0) sent = std::min(sent, s.owes_at);
+    }
+    if (theirs <= s.theirs) return;
+    if (theirs > sent) FailUnsent();
     s.theirs = theirs;
   }
   std::uint64_t right(std::uint32_t stripe) const { return stripes_[stripe].right; }
@@ -136,6 +141,7 @@ class Sockets {
 
   ssize_t SendKept(Stripe& s, const Parts& parts);
   ssize_t SendOddly(std::uint32_t stripe, const Parts& parts);
+  static ssize_t SendBehindTheEnd(const Stripe& s);
   ssize_t SendSpoiled(Stripe& s, const Parts& parts);
   ssize_t SendBytes(Stripe& s, const std::byte* bytes, std::size_t n);
   static ssize_t SendApart(const Stripe& s, const Parts& parts);

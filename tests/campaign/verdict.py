@@ -11,7 +11,6 @@ from .program import CUT, HARMLESS, LOSING, PERHAPS, REGROUPS, WAITING, Program
 
 SOON = 15.0  # seconds: many times what an error takes, and what ranks take that go on
 CUT_OFF = 25.0  # the same, where it takes seconds to know that a network is cut
-UNPROVED = 20.0  # more for each other rank, where GPUs' paths bring nothing: 10 s each of two, one rank after another
 PUTS = ("put", "near", "pieces")  # steps whose windows all ranks close at the end
 LOST, ABORTED, LATE = "PeerLostError", "AbortedError", "CollectiveTimeoutError"
 _TOO_LITTLE = "in one piece of this rank's"  # `empty`: ranks share as much memory as the least of them has room for
@@ -62,7 +61,7 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
     kind, victims = program.attack.kind, program.attack.victims
     what = f"rank {rank}: {phase.error} {phase.text}"
     unproved = set(program.devices) != {"c"} and kind in PERHAPS
-    most = CUT_OFF if kind in CUT else SOON + UNPROVED * (program.size - 1) * unproved
+    most = CUT_OFF if kind in CUT else SOON
     if phase.seconds > most * (PATIENCE if program.rdma else 1):
         return f"{what} after {phase.seconds:.1f} s"
     if kind in HARMLESS or kind == "cables":

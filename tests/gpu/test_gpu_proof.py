@@ -402,3 +402,35 @@ def test_ways_between_hosts_that_work_are_used(kinds: str) -> None:
     with start(kinds, HETCOLL_HOST_ID=("a", "a", "b")) as ranks:
         found = ranks.run(reduce_between_hosts, -1, "", timeout=120)
     assert any(re.search(r"to that of rank 2 .*through pinned slots and \d+ sockets", path) for path in found[0])
+
+
+def reduce_patiently(comm: hetcoll.Communicator) -> None:
+    path_probe.SECONDS = 60.0
+    comm.allreduce(Own(comm, np.ones(70_001, np.float32)).array).wait(60)
+
+
+# The second pattern is four slots and eight bytes, of which four are lacking: all that comes has come by then.
+_ALL_BUT_FOUR = (32 + 257) + 4 * (32 + (2 << 20)) + 32 + 4
+
+
+@pytest.mark.fakes
+@pytest.mark.parametrize("fault", [f"truncate={_ALL_BUT_FOUR}", "corrupt_every=20000"])
+@parametrize("hosts", ["aa", "ab"], first=1)
+@pytest.mark.parametrize("kinds", ["na", "nc"])
+def test_a_link_that_ends_while_it_is_tried(kinds: str, hosts: str, fault: str) -> None:
+    """Rank 0 leaves it. Rank 1 has nothing to receive, and cannot send: the link has ended, or is not made again."""
+    ranks = start(
+        kinds,
+        HETCOLL_FAULT=f"{fault},rank=1",
+        HETCOLL_HOST_ID=tuple(hosts),
+        HETCOLL_TRANSPORT="tcp",
+        HETCOLL_SOCKET_STRIPES="1",
+        HETCOLL_INTEGRITY="off" if fault.startswith("truncate") else "all",
+    )
+    try:
+        outcomes = ranks.outcomes(reduce_patiently, timeout=120)
+    finally:
+        ranks.kill_all()
+    for outcome in outcomes:
+        assert isinstance(outcome.error, (CommunicationError, InitError)), outcome.trace
+        assert outcome.seconds < 30

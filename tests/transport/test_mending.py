@@ -216,6 +216,7 @@ class Sockets:
         self.tries, self.lost = 0, False
         self.resumed: list[tuple[int, Came]] = []
         self.given_up = ""
+        self.gone = False
         self.left: list[dict[int, int]] = [{}]
         self.news: list[tuple[int, int, int, int, bool, bool, str]] = []
 
@@ -234,6 +235,9 @@ class Sockets:
 
     def is_lost(self, peer: int, channel: int, stripe: int) -> bool:
         return self.lost and (peer, channel, stripe) == (self.peer, 0, 0)
+
+    def has_left(self, peer: int, channel: int, stripe: int) -> bool:
+        return self.gone and (peer, channel, stripe) == (self.peer, 0, 0)
 
     def hold_socket(self, peer: int, channel: int, stripe: int, number: int, first: bool) -> Came | None:
         known = (peer, channel, stripe) == (self.peer, 0, 0)
@@ -265,10 +269,15 @@ class End:
     def __init__(self, rank: int, secret: bytes = SECRET, comm: bytes = COMM) -> None:
         self.listener = Listener(Config(), secret, loopback=True)
         self.places: dict[int, Any] = {}
-        self.sockets = Sockets(1 - rank, 100 + rank)
         self.gone = False
         self.mending = Mending(rank, comm, self.listener, self.places, 3.0, self.check)
-        self.mending.add(self.sockets)
+        self.owners: list[Sockets] = []
+        self.sockets = self.own(Sockets(1 - rank, 100 + rank))
+
+    def own(self, sockets: Sockets, shift: int = 0) -> Sockets:
+        self.mending.add(sockets, shift)
+        self.owners.append(sockets)
+        return sockets
 
     def check(self, peer: int) -> None:
         if self.gone:
@@ -276,10 +285,11 @@ class End:
 
     def close(self) -> None:
         self.listener.close()
-        for fd, _ in self.sockets.resumed:
-            os.close(fd)
-        self.sockets.news_read.close()
-        self.sockets.news_write.close()
+        for owner in self.owners:
+            for fd, _ in owner.resumed:
+                os.close(fd)
+            owner.news_read.close()
+            owner.news_write.close()
 
 
 @pytest.fixture
@@ -373,6 +383,20 @@ def test_a_peer_that_is_not_there_is_given_up_in_time(ends: list[End]) -> None:
     assert time.monotonic() - start < 8
     assert "channel 0, stripe 0: it was reset" in ends[0].sockets.given_up
     assert "connection refused" in ends[0].sockets.given_up
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_link_that_the_peer_has_left_is_given_up_at_once(ends: list[End], rank: int) -> None:
+    """Of that peer's links alone that one: what else broke is made again."""
+    other, _ = (ends[each].own(Sockets(1 - each, 100), 1) for each in (rank, 1 - rank))
+    ends[1 - rank].sockets.gone = True
+    for sockets in (ends[rank].sockets, other):
+        sockets.lose()
+    with elapsed() as took:
+        wait_until(lambda: ends[rank].sockets.given_up and other.resumed, 10)
+    assert took[0] < mending._REFUSED_SECONDS
+    assert f"it was reset) and could not be made again: rank {1 - rank} has left it" in ends[rank].sockets.given_up
+    assert not other.given_up
 
 
 def test_the_control_planes_word_counts_at_once(ends: list[End]) -> None:

@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -71,24 +71,25 @@ class CpuRank:
 
     def _exchange(self, peer: int, channel: int, nbytes: int, seconds: float) -> str:
         """See `far_proof.Exchange`; links may be made meanwhile (`_Links.during`)."""
-        engine, done = self._wiring.engine, _native.Status.DONE
+        engine, tickets, deadline = self._wiring.engine, list[_native.Ticket](), time.monotonic() + seconds
         data, got = path_probe.pattern(self._share.rank, nbytes), np.zeros(nbytes, np.uint8)
-        status, deadline = done, time.monotonic() + seconds
+        # All at once: that a link has ended comes behind what it brings.
         for at, n in path_probe.messages(self._share, nbytes):
             shape = self._plans.messages(DType.UINT8, [(peer, n)], [(peer, n)], by_copies, channel=channel, whole=True)
-            left = max(0.001, deadline - time.monotonic())
-            status = engine.run(shape, int(data.ctypes.data) + at, int(got.ctypes.data) + at, left)
-            if status is not done:
-                break
-        else:
+            tickets.append(engine.submit(shape, int(data.ctypes.data) + at, int(got.ctypes.data) + at, False))
+        if self._over(tickets, deadline):
             return path_probe.wrong(lambda at, n: got[at : at + n], peer, nbytes)
-        if status is _native.Status.TIMED_OUT:
-            ticket = engine.pending
-            self._links.give_up(peer)
-            status = engine.wait(ticket, seconds)
-        if status is not done:
+        problem = engine.failure[2] if engine.failed else path_probe.nothing_came(peer, seconds)
+        self._links.give_up(peer)
+        far = self._share.topology.far(self._share.rank, peer)  # of that way an engine does not let go
+        if far or not self._over(tickets, time.monotonic() + seconds):
             self._unfinished += [data, got]  # the engine may still use them
-        return path_probe.nothing_came(peer, seconds)
+        return problem
+
+    def _over(self, tickets: Sequence[_native.Ticket], deadline: float) -> bool:
+        """Whether all of these come to be done by then."""
+        wait, done = self._wiring.engine.wait, _native.Status.DONE
+        return all(wait(each, max(0.001, deadline - time.monotonic())) is done for each in tickets)
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """As `runtime.host.HostPlans.shape`."""

@@ -42,6 +42,10 @@ class Came(NamedTuple):
     spoiled: int = 0
 
 
+LEFT = Came((1 << 64) - 1)
+"""What an end tells that does not use the socket any more: nobody will make it again."""
+
+
 class EdgeKey(NamedTuple):
     """One socket between two ranks. `src` connects, or `dst` where it is in a hurry; bytes go both ways. `comm` is 16
     bytes. `life` is above 0 for a socket that is made again: which try it is."""

@@ -5,7 +5,8 @@ The lower rank connects again, by the same handshake that made the link, with th
 a further try for that socket, and which. Where the lower rank has not noticed, the other one connects after a moment.
 Behind the handshake each end tells how many bytes ever came to it over the link's socket, and which were spoiled; the
 other sends those again and goes on from there (``native/transport/tcp_mending.h``). A try that is no later than what
-the other end knows of is refused, so an old connection that turns up late is of no account.
+the other end knows of is refused, so an old connection that turns up late is of no account. An end that has left the
+link, as a GPU's way that was given up, says so in place of a count, and the other one gives it up at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Protocol
 from .. import lifetime
 from ..errors import ClosedError, HetcollError, InitError
 from ..rendezvous.connections.sockets import close_hard, receive_exactly, send_all, spell_error
-from .edges import CAME, Address, Came, EdgeKey, Request
+from .edges import CAME, LEFT, Address, Came, EdgeKey, Request
 from .listener import Listener
 
 log = logging.getLogger("hetcoll")
@@ -47,6 +48,9 @@ class Owner(Protocol):
         what came over it was spoiled, and why it broke."""
 
     def is_lost(self, peer: int, channel: int, stripe: int) -> bool: ...
+
+    def has_left(self, peer: int, channel: int, stripe: int) -> bool:
+        """Whether there was such a socket that nobody here uses any more."""
 
     def hold_socket(
         self, peer: int, channel: int, stripe: int, number: int, first: bool
@@ -231,14 +235,21 @@ class Mending:
             except OSError as error:
                 log.debug("rank %d: %s: %s", self._rank, key, spell_error(error))
                 close_hard(sock)
-            else:
-                self._resume(lost.owner, lost.place, lost.tries, sock, theirs)
-                resumed = True
+                continue
+            if theirs == LEFT:
+                close_hard(sock)
+                self._give_up(peer, f"rank {peer} has left it", lost)
+                continue
+            self._resume(lost.owner, lost.place, lost.tries, sock, theirs)
+            resumed = True
         return resumed
 
-    def _give_up(self, peer: int, why: str) -> None:
+    def _give_up(self, peer: int, why: str, one: _Lost | None = None) -> None:
+        """All sockets to a peer that are lost, or one of them, after which its thread goes on with the others."""
         with self._lock:
-            lost = self._lost.pop(peer, [])
+            lost = self._lost.pop(peer, []) if one is None else [one]
+            if one is not None:
+                self._lost[peer].remove(one)
         for each in lost:
             text = f"the connection broke ({each}) and could not be made again: {why}"
             each.owner.give_up_socket(*each.place, text)
@@ -246,12 +257,15 @@ class Mending:
     # The end that is connected to; on the listener's thread.
 
     def admit(self, key: EdgeKey, *, hurried: bool) -> Came | None:
-        """A peer makes a socket again: what came over it; None: that is refused."""
+        """A peer makes a socket again: what came over it, or `LEFT`; None: that is refused."""
         peer = key.dst if hurried else key.src
         if key.comm != self._comm or {self._rank, peer} != {key.src, key.dst} or not key.src < key.dst:
             return None
         for owner, shift in self._owners:
-            came = owner.hold_socket(peer, key.channel - shift, key.stripe, key.life, not hurried)
+            place = peer, key.channel - shift, key.stripe
+            if owner.has_left(*place):
+                return LEFT
+            came = owner.hold_socket(*place, key.life, not hurried)
             if came is not None:
                 return Came(*came)
         return None
