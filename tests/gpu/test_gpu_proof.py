@@ -116,10 +116,11 @@ def test_no_more_meetings_than_pairs_need() -> None:
 
 def test_all_ranks_hear_of_what_failed() -> None:
     """A way that fails in one direction, with large messages only; and one that carries nothing."""
-    ranks = Ranks(4, {(2, 0): "shifts", (1, 2): "never"})
+    ranks = Ranks(4, {(2, 0): "shifts", (1, 2): "never", (1, 3): "never", (3, 1): "never"})
     first, *others = ranks.try_all(all_pairs(4))
     assert others == [first] * 3
-    assert set(first) == {(0, 2), (1, 2)}
+    assert set(first) == {(0, 2), (1, 2), (1, 3)}
+    assert first[1, 3] == "rank 1: nothing came; rank 3: nothing came"
     assert first[1, 2] == "rank 2: nothing came"
     assert first[0, 2].startswith("rank 0: ")
     assert "of 5000 bytes came wrong, the first at 1000" in first[0, 2]

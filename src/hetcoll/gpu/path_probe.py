@@ -139,7 +139,10 @@ def try_all(
             problem = "" if pair is None or pair in failed else exchange(sum(pair) - rank, nbytes, SECONDS)
             words = json.dumps([*(pair or (rank, rank)), problem[:MOST]])
             told = [json.loads(blob) for blob in meet(LABEL, words.encode())]
-            failed |= {(a, b): f"rank {who}: {text}" for who, (a, b, text) in enumerate(told) if text}
+            for who, (a, b, text) in enumerate(told):
+                if text:
+                    said = f"rank {who}: {text}"
+                    failed[a, b] = f"{failed[a, b]}; {said}" if (a, b) in failed else said
     return failed
 
 
