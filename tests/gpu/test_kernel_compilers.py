@@ -34,17 +34,20 @@ AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}  # and the width of their wave
 SOME = ("signals", "float8", "float8_e4m3fn", "exchange_float8_e5m2fnuz_sum", "bfloat16", "float16_codecs", "float32",
         "int64", "complex64", "exchange_bool_max", "float32_checks", "int64_checks")  # fmt: skip
 FEW = ("signals", "exchange_float8_e5m2fnuz_sum", "bfloat16")
+PARTS = 8  # of the others for an architecture: they take minutes of a processor
 NVIDIA = ("sm_80", "sm_90")
 DEBIAN_HIP = Path("/usr/lib/x86_64-linux-gnu/libamdhip64.so.5")
 
 
 def each_for(archs: Sequence[str]) -> pytest.MarkDecorator:
-    """Few modules for one architecture, each kind for every one, the other modules for one of them each."""
-    others = [module for module in modules() if module not in SOME]
-    rows = [(archs[0], FEW), *((arch, SOME) for arch in archs)]
-    rows += [(arch, tuple(others[i :: len(archs)])) for i, arch in enumerate(archs)]
-    names = [f"{arch}-{'few' if wanted is FEW else 'kinds' if wanted is SOME else 'others'}" for arch, wanted in rows]
-    return parametrize(("arch", "wanted"), rows, first=1, ids=names)
+    """Few modules for one architecture, each kind for every one, the other modules, some at a time, for one each."""
+    others, parts = [module for module in modules() if module not in SOME], PARTS * len(archs)
+    rows = [(f"{archs[0]}-few", archs[0], FEW), *((f"{arch}-kinds", arch, SOME) for arch in archs)]
+    for part in range(parts):
+        arch = archs[part % len(archs)]
+        rows.append((f"{arch}-others-{part // len(archs)}", arch, tuple(others[part::parts])))
+    names, *_ = zip(*rows, strict=True)
+    return parametrize(("arch", "wanted"), [row[1:] for row in rows], first=1, ids=names)
 
 
 def for_all(wanted: Sequence[str], compile_one: Callable[[str], object]) -> None:
