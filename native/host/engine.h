@@ -99,7 +99,6 @@ class Engine {
   int MendTcp();
   std::vector<LostSocket> TakeLost();
   bool IsLost(const SocketId& id);
-  bool HasLeft(const SocketId& id);
   std::optional<Came> HoldSocket(const SocketId& id, std::uint32_t number, bool first);
   bool ResumeSocket(const SocketId& id, std::uint32_t number, int socket, const Came& came);
   void GiveUpSocket(const SocketId& id, const std::string& why);

@@ -106,10 +106,6 @@ bool Engine::IsLost(const SocketId& id) {
   return AskMending([&](Mending& mending) { return mending.IsLost(id); }, false);
 }
 
-bool Engine::HasLeft(const SocketId& id) {
-  return AskMending([&](Mending& mending) { return mending.HasLeft(id); }, false);
-}
-
 std::optional<Came> Engine::HoldSocket(const SocketId& id, std::uint32_t number, bool first) {
   return AskMending([&](Mending& mending) { return mending.Hold(id, number, first); }, std::optional<Came>{});
 }

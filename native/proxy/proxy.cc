@@ -87,10 +87,6 @@ bool Proxy::IsLost(const SocketId& id) {
   return AskMending(id, [&](Mending::Resumed&) { return mending_->IsLost(id); }, false);
 }
 
-bool Proxy::HasLeft(const SocketId& id) {
-  return AskMending(id, [&](Mending::Resumed&) { return mending_->HasLeft(id); }, false);
-}
-
 std::optional<Came> Proxy::HoldSocket(const SocketId& id, std::uint32_t number, bool first) {
   return AskMending(id, [&](Mending::Resumed&) { return mending_->Hold(id, number, first); }, std::optional<Came>{});
 }

@@ -49,12 +49,6 @@ void BindMending(Class& c, Of of) {
           },
           "peer"_a, "channel"_a, "stripe"_a, Free())
       .def(
-          "has_left",
-          [of](Self& self, int peer, int channel, std::uint32_t stripe) {
-            return of(self).HasLeft({peer, channel, stripe});
-          },
-          "peer"_a, "channel"_a, "stripe"_a, Free())
-      .def(
           "hold_socket",
           [of](Self& self, int peer, int channel, std::uint32_t stripe, std::uint32_t number, bool first) {
             const std::optional<Came> came = of(self).HoldSocket({peer, channel, stripe}, number, first);

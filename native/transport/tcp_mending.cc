@@ -87,16 +87,14 @@ bool Mending::IsLost(const SocketId& id) const {
   return sockets != nullptr && sockets->down(place.stripe);
 }
 
-bool Mending::HasLeft(const SocketId& id) const {
-  std::lock_guard lock(mutex_);
-  const auto found = sockets_.find(id);
-  return found != sockets_.end() && found->second.sockets.expired();
-}
-
 std::optional<Came> Mending::Hold(const SocketId& id, std::uint32_t number, bool first) const {
-  const Place place = Find(id);
+  std::unique_lock lock(mutex_);
+  const auto found = sockets_.find(id);
+  if (found == sockets_.end()) return {};  // another owner's
+  const Place place = found->second;
+  lock.unlock();
   const auto sockets = place.sockets.lock();
-  return sockets == nullptr ? std::optional<Came>{} : sockets->Hold(place.stripe, number, first);
+  return sockets == nullptr ? kLeft : sockets->Hold(place.stripe, number, first);
 }
 
 bool Mending::Resume(const SocketId& id, std::uint32_t number, int socket, const Came& came, Resumed& resumed) {

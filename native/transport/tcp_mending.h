@@ -51,6 +51,7 @@ struct Came {
   std::uint32_t spoiled;     // how many these are; 0: none
   bool operator==(const Came&) const = default;
 };
+inline constexpr Came kLeft{~std::uint64_t{0}, 0, 0};  // this end has left: nobody will make the socket again
 
 // The sockets of one owner that are mended. What concerns one of them is called under the lock, or on the thread, that
 // is over its link; the rest from any.
@@ -74,12 +75,9 @@ class Mending {
   void Lose(LostSocket lost);
   std::vector<LostSocket> TakeLost();
   bool IsLost(const SocketId& id) const;
-  // Nobody here uses it any more, though it was there: to make it again is of no use.
-  bool HasLeft(const SocketId& id) const;
-
   // A try at making it again begins, the `number`th: what came, or nothing if that try is to be refused, since there
   // was a later one. `first` of two tries with the same number counts: the lower rank's. Whatever there was of the
-  // socket is closed.
+  // socket is closed. kLeft: nobody here uses it any more.
   std::optional<Came> Hold(const SocketId& id, std::uint32_t number, bool first) const;
   // That try came through; this came to the peer. Takes the socket over, unless it is false: there was a later try, or
   // more was found spoiled meanwhile. Throws Fault where the peer lacks what cannot be sent again.

@@ -31,7 +31,7 @@ import hetcoll
 from hetcoll.config.env import Config
 from hetcoll.errors import InitError, PeerLostError
 from hetcoll.links import mending
-from hetcoll.links.edges import Address, Came, EdgeKey, Request
+from hetcoll.links.edges import LEFT, Address, Came, EdgeKey, Request
 from hetcoll.links.listener import Listener
 from hetcoll.links.mending import Mending
 from hetcoll.plan.algorithms import ALGORITHMS
@@ -236,11 +236,10 @@ class Sockets:
     def is_lost(self, peer: int, channel: int, stripe: int) -> bool:
         return self.lost and (peer, channel, stripe) == (self.peer, 0, 0)
 
-    def has_left(self, peer: int, channel: int, stripe: int) -> bool:
-        return self.gone and (peer, channel, stripe) == (self.peer, 0, 0)
-
     def hold_socket(self, peer: int, channel: int, stripe: int, number: int, first: bool) -> Came | None:
         known = (peer, channel, stripe) == (self.peer, 0, 0)
+        if known and self.gone:
+            return LEFT
         if not known or number < self.tries or (number == self.tries and not (first and self.lost)):
             return None
         if not self.lost:

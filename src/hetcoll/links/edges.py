@@ -43,7 +43,8 @@ class Came(NamedTuple):
 
 
 LEFT = Came((1 << 64) - 1)
-"""What an end tells that does not use the socket any more: nobody will make it again."""
+"""What an end tells that does not use the socket any more (``kLeft`` in native/transport/tcp_mending.h): nobody will
+make it again."""
 
 
 class EdgeKey(NamedTuple):

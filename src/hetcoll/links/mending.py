@@ -49,9 +49,6 @@ class Owner(Protocol):
 
     def is_lost(self, peer: int, channel: int, stripe: int) -> bool: ...
 
-    def has_left(self, peer: int, channel: int, stripe: int) -> bool:
-        """Whether there was such a socket that nobody here uses any more."""
-
     def hold_socket(
         self, peer: int, channel: int, stripe: int, number: int, first: bool
     ) -> tuple[int, int, int] | None:
@@ -220,7 +217,7 @@ class Mending:
         for lost in list(self._lost[peer]):
             lost.tries += 1
             came = lost.owner.hold_socket(*lost.place, lost.tries, False)
-            if came is not None:
+            if came is not None and came != LEFT:
                 src, dst = sorted((self._rank, peer))
                 key = EdgeKey(self._comm, src, dst, lost.channel + lost.shift, lost.stripe, lost.tries)
                 tries[key] = lost, Came(*came)
@@ -262,10 +259,7 @@ class Mending:
         if key.comm != self._comm or {self._rank, peer} != {key.src, key.dst} or not key.src < key.dst:
             return None
         for owner, shift in self._owners:
-            place = peer, key.channel - shift, key.stripe
-            if owner.has_left(*place):
-                return LEFT
-            came = owner.hold_socket(*place, key.life, not hurried)
+            came = owner.hold_socket(peer, key.channel - shift, key.stripe, key.life, not hurried)
             if came is not None:
                 return Came(*came)
         return None
