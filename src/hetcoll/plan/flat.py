@@ -121,24 +121,23 @@ class Flat:
             There are none, so that ranks might wait for each other.
         """
         edges, weights = self._edges(numbers)
-        order, level = self._sorted(edges, weights), self._first(numbers)
-        fixed = level if self._rounds is None else [*level]
-        self._settle(order, edges, weights, level)
-        for node in np.flatnonzero(self._peer >= 0).tolist() if self._rounds else ():
-            if level[node] > fixed[node]:
-                raise self._wrong(node, "goes in a round before what it waits for")
+        first = self._first(numbers)
+        level: list[int] = first.tolist()
+        self._settle(self._sorted(edges, weights), edges, weights, level)
+        settled: Ints = np.array(level, np.int64)
+        late = np.flatnonzero((self._peer >= 0) & (settled > first))
+        if self._rounds is not None and len(late) > 0:
+            raise self._wrong(int(late[0]), "goes in a round before what it waits for")
         mine = slice(self._begins[plan], self._begins[plan + 1])
-        starts: Ints = np.array(level, np.int64)[self._node[mine]] + self._after[mine]
+        starts: Ints = settled[self._node[mine]] + self._after[mine]
         return starts
 
-    def _first(self, numbers: Numbers) -> list[int]:
+    def _first(self, numbers: Numbers) -> Ints:
         """Before which levels nothing starts: messages in rounds start at these."""
         if self._rounds is None:
-            return [1] * len(self._plan)
+            return np.ones(len(self._plan), np.int64)
         lanes, hops = PACE * numbers.pieces * numbers.each, PACE * (LAG + numbers.parts)
-        level = 1 + lanes * self._rounds.lanes + hops * self._rounds.hops
-        found: list[int] = np.where(self._peer >= 0, level, 1).tolist()
-        return found
+        return np.where(self._peer >= 0, 1 + lanes * self._rounds.lanes + hops * self._rounds.hops, 1)
 
     def _edges(self, numbers: Numbers) -> tuple[Ints, Ints]:
         """Which node starts after which, by how much at least."""
