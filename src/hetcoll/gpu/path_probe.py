@@ -141,8 +141,7 @@ def try_all(
             told = [json.loads(blob) for blob in meet(LABEL, words.encode())]
             for who, (a, b, text) in enumerate(told):
                 if text:
-                    said = f"rank {who}: {text}"
-                    failed[a, b] = f"{failed[a, b]}; {said}" if (a, b) in failed else said
+                    failed[a, b] = "; ".join(filter(None, (failed.get((a, b)), f"rank {who}: {text}")))
     return failed
 
 
