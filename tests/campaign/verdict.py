@@ -9,7 +9,7 @@ from patience import PATIENCE
 from .play import Phase, Report
 from .program import CUT, HARMLESS, LOSING, PERHAPS, REGROUPS, WAITING, Program
 
-SOON = 15.0  # seconds: many times what an error takes, and what ranks take that go on and have the processors
+SOON = 15.0  # seconds: many times what an error takes, and what ranks take that go on
 CUT_OFF = 25.0  # the same, where it takes seconds to know that a network is cut
 PUTS = ("put", "near", "pieces")  # steps whose windows all ranks close at the end
 LOST, ABORTED, LATE = "PeerLostError", "AbortedError", "CollectiveTimeoutError"
@@ -62,7 +62,7 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
     what = f"rank {rank}: {phase.error} {phase.text}"
     unproved = set(program.devices) != {"c"} and kind in PERHAPS
     most = CUT_OFF if kind in CUT else SOON
-    if phase.seconds > most * (PATIENCE if program.rdma or not phase.error else 1):  # an error's time is promised
+    if phase.seconds > most * (PATIENCE if program.rdma else 1):
         return f"{what} after {phase.seconds:.1f} s"
     if kind in HARMLESS or kind == "cables":
         return what if phase.error else ""
