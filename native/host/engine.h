@@ -259,6 +259,8 @@ class Engine {
   bool PassAll();
   bool PassWindows(bool (Windows::*pass)(Links&));
   void NoteCore();
+  bool SharesCore();
+  void LeaveCore();
   // What a task waits for. `far`: a rank in whose shared memory it cannot look, so that a look is a call of the system
   // or of a device: the clock says how long to spin there, and not the number of looks. `own_core`: a rank that was
   // last seen on the very core that we run on. It cannot move before we let it, and spinning would only keep it out.
@@ -295,6 +297,7 @@ class Engine {
   int prompt_spins_ = 0;
   int core_ = -1;  // what NoteCore said last; under mutex_, as are the next two
   int crowded_waits_ = 0;
+  std::int64_t last_long_wait_ns_ = 0;  // when a sleep ended one; under mutex_
   // Threads in Sleep: those that nothing has rung for, and those that something has. A ring begins a generation. Under
   // mutex_.
   int sleepers_ = 0;
