@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::size_t kKeepScratch = std::size_t{64} << 20;  // between calls: fresh memory is a page fault every 4 KiB
 constexpr int kPromptYields = 32;                            // in place of spinning, where a peer waits for our core
-// Two ranks that take turns on one core may stay there beside an idle one: the kernel looks for a better place when it
-// wakes a sleeper, so one of them sleeps now and then.
+// Waits for a rank on our own core, after which one of the two goes elsewhere or, where there is no other core, sleeps:
+// the kernel looks for a better place when it wakes a sleeper.
 constexpr int kMoveAfter = 64;
 constexpr int kSpinsPerClock = 64;
 constexpr std::int64_t kLookNs = 40;  // of a look into shared memory, about
@@ -52,7 +52,7 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
       wait = WaitsFor(task);
       until = wait.far ? NowNs() + prompt_spins_ * kLookNs : 0;
       if (wait.own_core && ++crowded_waits_ % kMoveAfter == 0) {
-        sleep_at_once_ = true;
+        crowded_ = true;
         break;
       }
     }
@@ -213,9 +213,9 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
     }
     if (departed) CheckDeparted();
     RingDoorbells();
-    if (sleep_at_once_) {
-      sleep_at_once_ = false;
-      Sleep(lock, until, 0);
+    if (crowded_) {
+      crowded_ = false;
+      if (!LeaveCore()) Sleep(lock, until, 0);
       continue;
     }
     if (contenders_.load(std::memory_order_relaxed) > 0) {
@@ -223,7 +223,11 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
       sched_yield();
       lock.lock();
     }
-    if (spins == 0) far = WaitsFar();
+    if (spins == 0) {
+      const Wait wait = WaitsForAny();
+      far = wait.far;
+      crowded_ = wait.own_core && ++crowded_waits_ % kMoveAfter == 0;
+    }
     if (++spins % kSpinsPerClock != 0 && !options_.oversubscribed && !far) {
       CpuRelax();
       continue;

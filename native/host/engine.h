@@ -259,8 +259,7 @@ class Engine {
   bool PassAll();
   bool PassWindows(bool (Windows::*pass)(Links&));
   void NoteCore();
-  bool SharesCore();
-  void LeaveCore();
+  bool LeaveCore();  // false where it did not
   // What a task waits for. `far`: a rank in whose shared memory it cannot look, so that a look is a call of the system
   // or of a device: the clock says how long to spin there, and not the number of looks. `own_core`: a rank that was
   // last seen on the very core that we run on. It cannot move before we let it, and spinning would only keep it out.
@@ -269,7 +268,7 @@ class Engine {
     bool own_core = false;
   };
   Wait WaitsFor(const Task& task);
-  bool WaitsFar();            // any task that may move
+  Wait WaitsForAny();         // of the tasks that may move
   bool PassTask(Task& task);  // false also when it failed the engine
   void NoteStill(std::int64_t now);
   void RingDoorbells();
@@ -297,13 +296,14 @@ class Engine {
   int prompt_spins_ = 0;
   int core_ = -1;  // what NoteCore said last; under mutex_, as are the next two
   int crowded_waits_ = 0;
-  std::int64_t last_long_wait_ns_ = 0;  // when a sleep ended one; under mutex_
+  std::int64_t leave_at_ns_ = 0;  // when LeaveCore may do so next; under mutex_
+  std::int64_t leave_again_ns_ = 0;
   // Threads in Sleep: those that nothing has rung for, and those that something has. A ring begins a generation. Under
   // mutex_.
   int sleepers_ = 0;
   int woken_ = 0;
   unsigned generation_ = 0;
-  bool sleep_at_once_ = false;
+  bool crowded_ = false;  // kMoveAfter of them have passed
   Doorbell doorbell_;
   FaultInjector injector_;
   std::shared_ptr<ShmSegment> segment_;

@@ -22,9 +22,11 @@ constexpr std::int64_t kCopyYieldNs = 2'000'000;
 // for by yielding: sleepers come back late where nobody sleeps for long.
 constexpr std::size_t kMostTurnBytes = std::size_t{1} << 20;
 constexpr std::int64_t kMostYieldNs = 10'000'000;
-// Who waited that long may find itself on another rank's core. Who waited for less is left where Linux puts it: beside
-// strangers' work going elsewhere each time is worse than taking turns, since a slice there is 3 or 4 ms.
-constexpr std::int64_t kLongWaitNs = 10'000'000;
+// How long a rank stays after it went to another core: longer each time that somebody else ran there, for whom it had
+// to wait, usually for a slice of 3 or 4 ms.
+constexpr std::int64_t kLeaveAgainNs = 2'000'000;
+constexpr std::int64_t kMostLeaveAgainNs = 1'000'000'000;
+constexpr std::int64_t kBusyNs = 1'000'000;
 
 }  // namespace
 
@@ -36,37 +38,40 @@ void Engine::NoteCore() {
   own_bell_->core.store(static_cast<std::uint32_t>(core) + 1, std::memory_order_relaxed);
 }
 
-// Whether a rank of this host that is awake was last seen on the core that we run on.
-bool Engine::SharesCore() {
-  if (own_bell_ == nullptr) return false;
-  NoteCore();
-  for (int i = 0; i < segment_->layout().local_size; ++i) {
-    const ShmDoorbell& bell = segment_->doorbell(i);
-    if (&bell == own_bell_ || bell.sleeping.load(std::memory_order_relaxed) != 0) continue;
-    if (bell.core.load(std::memory_order_relaxed) == static_cast<std::uint32_t>(core_) + 1) return true;
-  }
-  return false;
-}
-
-// Linux puts a thread that was woken where its waker runs. Two ranks may then take turns there for thousands of calls
-// beside an idle core: neither sleeps, so neither is placed anew. So the woken one goes to a core where no rank of this
-// host was seen, if it may run on one, and may then run again wherever it might before.
-void Engine::LeaveCore() {
-  cpu_set_t allowed, next;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;  // more cores than the set has room for
-  cpu_set_t others = allowed;
+// Linux may put a thread that is woken where its waker runs. Two ranks then take turns there for thousands of calls
+// beside an idle core: who never sleeps for long is not placed anew. So this thread goes to a core where no rank of the
+// host was seen, if it may run on one, and comes back if somebody else runs there. Afterwards it may run wherever it
+// might before.
+bool Engine::LeaveCore() {
+  const std::int64_t start = NowNs();
+  cpu_set_t allowed;  // larger machines than it has room for leave us where we are
+  if (start < leave_at_ns_ || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return false;
+  cpu_set_t free = allowed;
   for (int i = 0; i < segment_->layout().local_size; ++i) {
     const std::uint32_t core = segment_->doorbell(i).core.load(std::memory_order_relaxed);
-    if (core > 0 && core <= CPU_SETSIZE) CPU_CLR(core - 1, &others);
+    if (core > 0 && core <= CPU_SETSIZE) CPU_CLR(core - 1, &free);
   }
-  CPU_ZERO(&next);
-  for (int i = 1; i < CPU_SETSIZE && CPU_COUNT(&next) == 0; ++i) {  // the next ones may share a cache
-    const int core = (core_ + i) % CPU_SETSIZE;
-    if (CPU_ISSET(core, &others)) CPU_SET(core, &next);
-  }
-  if (CPU_COUNT(&next) == 0 || sched_setaffinity(0, sizeof next, &next) != 0) return;
+  const auto go = [](int core) {
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(core, &only);
+    return sched_setaffinity(0, sizeof only, &only) == 0;
+  };
+  const int here = core_;
+  int next = 1;  // the next ones may share a cache
+  while (next < CPU_SETSIZE && !CPU_ISSET((here + next) % CPU_SETSIZE, &free)) ++next;
+  if (next == CPU_SETSIZE) return false;
+  core_ = (here + next) % CPU_SETSIZE;  // told before, so that nobody else goes there
+  own_bell_->core.store(static_cast<std::uint32_t>(core_) + 1, std::memory_order_relaxed);
+  if (go(core_)) sched_yield();
+  const std::int64_t end = NowNs();
+  const bool busy = end - start > kBusyNs;
+  if (busy) go(here);
   sched_setaffinity(0, sizeof allowed, &allowed);
+  leave_again_ns_ = std::clamp(busy ? 4 * leave_again_ns_ : leave_again_ns_ / 2, kLeaveAgainNs, kMostLeaveAgainNs);
+  leave_at_ns_ = end + leave_again_ns_;
   NoteCore();
+  return core_ != here;
 }
 
 Engine::Wait Engine::WaitsFor(const Task& task) {
@@ -82,9 +87,16 @@ Engine::Wait Engine::WaitsFor(const Task& task) {
   return found;
 }
 
-bool Engine::WaitsFar() {
-  const auto far = [this](const std::shared_ptr<Task>& task) { return WaitsFor(*task).far; };
-  return (!collectives_.empty() && far(collectives_.front())) || std::any_of(p2p_.begin(), p2p_.end(), far);
+Engine::Wait Engine::WaitsForAny() {
+  Wait found;
+  const auto add = [&](const std::shared_ptr<Task>& task) {
+    const Wait wait = WaitsFor(*task);
+    found.far |= wait.far;
+    found.own_core |= wait.own_core;
+  };
+  if (!collectives_.empty()) add(collectives_.front());
+  std::for_each(p2p_.begin(), p2p_.end(), add);
+  return found;
 }
 
 // How long to yield before sleeping.
@@ -141,8 +153,7 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   const bool shared = !serves && (drivers_.load() > 1 || background_driving_);
   std::int64_t slice = shared ? kSharedSleepSliceNs : options_.sleep_slice_ns;
   if (silent) slice = std::min(slice, std::clamp(idle / 8, kShortestNapNs, kLongestNapNs));
-  const std::int64_t before = NowNs(), began = before - idle;
-  const std::int64_t wait = std::clamp<std::int64_t>(until - before, 0, slice);
+  const std::int64_t wait = std::clamp<std::int64_t>(until - NowNs(), 0, slice);
   const unsigned generation = generation_;
   ++sleepers_;
   lock.unlock();
@@ -161,9 +172,6 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   }
   if (own_bell_ != nullptr && sleepers_ == 0) own_bell_->sleeping.store(0, std::memory_order_relaxed);
   if (woken_ > 0) doorbell_.Ring();
-  const std::int64_t now = NowNs();
-  if (now - began >= kLongWaitNs) last_long_wait_ns_ = now;
-  if (rung && !options_.oversubscribed && now - last_long_wait_ns_ < kLongWaitNs && SharesCore()) LeaveCore();
 }
 
 }  // namespace hetcoll
