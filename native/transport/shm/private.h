@@ -37,7 +37,6 @@ struct PrivateLengths {
       for (const Use use : {Use::kExchanged, Use::kStored, Use::kSummed}) of(use).any = 128 * kKiB;
     } else if (policy.claims()) {
       of(Use::kExchanged).huge = 512 * kKiB;
-      of(Use::kStored).huge = 2048 * kKiB;
     } else {
       // What no cache holds is better stored around it.
       of(Use::kExchanged) = {.any = 64 * kKiB, .most = ProtocolChoice::kUncached - 1};
