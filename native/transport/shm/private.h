@@ -37,6 +37,7 @@ struct PrivateLengths {
       for (const Use use : {Use::kExchanged, Use::kStored, Use::kSummed}) of(use).any = 128 * kKiB;
     } else if (policy.claims()) {
       of(Use::kExchanged).huge = 512 * kKiB;
+      of(Use::kStored) = {.huge = 2048 * kKiB, .most = 8192 * kKiB};  // of more the sender's core copies half
     } else {
       // What no cache holds is better stored around it.
       of(Use::kExchanged) = {.any = 64 * kKiB, .most = ProtocolChoice::kUncached - 1};
