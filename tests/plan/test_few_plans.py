@@ -13,14 +13,15 @@ from topologies import any_islands, side_by_side
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft
 from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
+from hetcoll.plan.algorithms.base import Likeness
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.order import Frame, ordered
 from hetcoll.plan.pieces import Cut
 from hetcoll.types import REDUCING, ROOTED, Collective
 
 EVERY = [*ISLANDS.values(), *(entry for table in ALGORITHMS.values() for entry in table.values())]
-STARS = [entry for entry in EVERY if entry.star]
-FEW = [entry for entry in EVERY if entry.star or entry.turns or entry.swaps]
+STARS = [entry for entry in EVERY if entry.likeness is Likeness.STAR]
+FEW = [entry for entry in EVERY if entry.likeness is not None]
 
 
 @given(st.data())
@@ -28,9 +29,9 @@ FEW = [entry for entry in EVERY if entry.star or entry.turns or entry.swaps]
 def test_few_plans_order_as_all_do(data: st.DataObject) -> None:
     """Islands of any sizes and ranks, or ranks that are islands each."""
     entry = data.draw(st.sampled_from(FEW))
-    sizes = st.sampled_from([2, 4, 8]) if entry.swaps else st.integers(2, 9)
+    sizes = st.sampled_from([2, 4, 8]) if entry.likeness is Likeness.SWAP else st.integers(2, 9)
     alone = sizes.map(lambda n: tuple((r,) for r in range(n)))
-    many = any_islands().filter(lambda x: not entry.swaps or len(x) in (2, 4))
+    many = any_islands().filter(lambda x: entry.likeness is not Likeness.SWAP or len(x) in (2, 4))
     islands = data.draw(many if entry.name == "islands" else alone)
     if entry.name != "islands" and entry.collective in AMONG and data.draw(st.booleans()):
         islands, entry = data.draw(many), among(entry)
@@ -39,7 +40,7 @@ def test_few_plans_order_as_all_do(data: st.DataObject) -> None:
     how: dict[str, Any] = {"scale": scale, "groups": ()}
     in_order = entry.ordered and data.draw(st.booleans())
     made = Cut(data.draw(st.sampled_from([(0, 1), (0, 3), (0, 1, 4, 5)])), data.draw(st.integers(1, 3)), 1)
-    nothing = {"star": False, "turns": False, "swaps": False, "rounds": None}
+    nothing = {"likeness": None, "rounds": None}
     each = entry._replace(flat=entry.flat and entry.flat._replace(**nothing), **nothing)
     root = data.draw(st.integers(0, n - 1)) if kind in ROOTED else 0
     for rank in range(n):
@@ -87,7 +88,9 @@ def test_what_is_a_star() -> None:
                 assert all(step.peer < 0 for step in rest)
 
 
-@pytest.mark.parametrize("entry", [e for e in EVERY if e.swaps], ids=lambda e: f"{e.collective.label}-{e.name}")
+@pytest.mark.parametrize(
+    "entry", [e for e in EVERY if e.likeness is Likeness.SWAP], ids=lambda e: f"{e.collective.label}-{e.name}"
+)
 def test_of_what_swaps_one_plan_is_drawn(entry: Algorithm) -> None:
     """Among 2,048 islands of 8. Of doubling among 6 islands, of which some sit out, all are drawn."""
     for islands in (side_by_side(*[8] * 2048), side_by_side(1, 2, 3, 4, 5, 6)):
@@ -104,14 +107,15 @@ def test_of_what_swaps_one_plan_is_drawn(entry: Algorithm) -> None:
             assert len(drawn) == (1 if len(islands) == 2048 else 6)
 
 
-def test_which_algorithms_turn() -> None:
+def test_which_algorithms_turn_and_swap() -> None:
+    def of(likeness: Likeness) -> set[tuple[Collective, str]]:
+        return {(entry.collective, entry.name) for entry in EVERY if entry.likeness is likeness}
+
     swapping = {(Collective.ALLREDUCE, "doubling"), (Collective.ALLREDUCE, "halving_doubling")}
     swapping |= {(Collective.ALLGATHER, "doubling"), (Collective.REDUCE_SCATTER, "halving")}
-    assert {(entry.collective, entry.name) for entry in EVERY if entry.swaps} == swapping
-    assert {entry.name for entry in EVERY if entry.turns and entry.name != "islands"} == {"ring", "direct"}
-    for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
-        assert ISLANDS[kind].turns
-        assert {name for name, entry in ALGORITHMS[kind].items() if entry.turns} == {"ring", "direct"}
+    kinds = (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER)
+    assert of(Likeness.SWAP) == swapping
+    assert of(Likeness.TURN) == {(kind, name) for kind in kinds for name in ("ring", "direct", "islands")}
 
 
 MANY = 512  # islands

@@ -20,7 +20,7 @@ from hetcoll.plan import order
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, Hosts, find
 from hetcoll.plan.algorithms.among import among
 from hetcoll.plan.algorithms.atoms import AMONG
-from hetcoll.plan.algorithms.base import Rounds
+from hetcoll.plan.algorithms.base import Likeness, Rounds
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.flat import LAG
 from hetcoll.plan.ir import Op, Plan
@@ -35,7 +35,7 @@ WAYS = [(entry, way) for entry in IN_ROUNDS for way in ("", "ordered", "compress
 NEEDED = [  # what turns does so where all ranks do alike; GPUs compress by `islands`
     pytest.param(entry, way, id=f"{entry.collective.label}-{entry.name}-{way}")
     for entry, way in WAYS
-    if (entry.ordered if way == "ordered" else entry.name == "islands" if way else not entry.turns)
+    if (entry.ordered if way == "ordered" else entry.name == "islands" if way else entry.likeness is not Likeness.TURN)
 ]
 
 

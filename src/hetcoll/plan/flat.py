@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import WHOLE
-from .algorithms.base import Rounds
+from .algorithms.base import Likeness, Rounds
 from .ir import Op, Plan, columns_of
 from .pieces import SLOTS
 from .pipeline import share_units
@@ -47,7 +47,7 @@ class Numbers(NamedTuple):
 
 class Flat:
     """The plans of one rank for each island, and what each step waits for. Of those that wait for nothing before any of
-    their messages some may be left out; of those that turn or swap (`Algorithm`), all but one are, and where `rounds`
+    their messages some may be left out; of those that turn or swap (`Likeness`), all but one are, and where `rounds`
     say when messages go.
 
     Raises
@@ -57,7 +57,7 @@ class Flat:
     """
 
     def __init__(
-        self, plans: Sequence[Plan], *, turns: bool = False, swaps: bool = False, rounds: Rounds | None = None
+        self, plans: Sequence[Plan], *, likeness: Likeness | None = None, rounds: Rounds | None = None
     ) -> None:
         columns = _joined(plans)
         self.plans = plans
@@ -74,7 +74,7 @@ class Flat:
         waits = np.repeat(steps, np.diff(columns.ends))
         self._deps = np.stack([columns.deps + self._begins[self._plan[waits]], waits])
         self._rounds = rounds
-        sent, received = self._messages(turns, swaps) if rounds is None else (_NOTHING, _NOTHING)
+        sent, received = self._messages(likeness) if rounds is None else (_NOTHING, _NOTHING)
         self._node, self._after = steps.copy(), np.where(receives(self._op), LAG, 0)  # a message is one node
         self._node[received] = sent
 
@@ -87,16 +87,17 @@ class Flat:
                 found = np.maximum(found, touched.astype(np.int64))
         return found
 
-    def _messages(self, turns: bool, swaps: bool) -> tuple[Ints, Ints]:
+    def _messages(self, likeness: Likeness | None) -> tuple[Ints, Ints]:
         """The sends whose receives are here, too, and these. One plan that stands for all is sent what it sends: from
         there, or from as far on the other side."""
         size, ranks = self.plans[0].size, np.array([plan.rank for plan in self.plans])
-        here = np.ones(len(self._op), np.bool_) if turns or swaps else np.isin(self._peer, ranks)
+        alone = likeness in (Likeness.TURN, Likeness.SWAP)
+        here = np.ones(len(self._op), np.bool_) if alone else np.isin(self._peer, ranks)
         sends, recvs = np.flatnonzero(here & (self._op == _SEND)), np.flatnonzero(here & receives(self._op))
         rank, to, channels = ranks[self._plan], self._peer[sends], 1 + self._channel.max(initial=0)
         source = rank[sends]
-        if turns or swaps:
-            source, to = (2 * source - to) % size if turns else to, source
+        if alone:
+            source, to = (2 * source - to) % size if likeness is Likeness.TURN else to, source
         ends = []
         for steps, a, b in ((sends, source, to), (recvs, self._peer[recvs], rank[recvs])):
             fifo = (a * size + b) * channels + self._channel[steps]

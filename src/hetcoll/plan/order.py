@@ -12,7 +12,7 @@ other ranks do for it: the send of the message that it receives, the receive tha
 members of an island have their LOCAL steps on one level each, which is no lower than that of an earlier one.
 
 A rank draws no other rank's plan for that: levels follow from the *flat* plans, of one rank for each island, or of as
-few as say what all do (`turns`, `swaps`, `star` and `rounds` of `Algorithm`). Each step of a flat plan gets a start. A
+few as say what all do (`likeness` and `rounds` of `Algorithm`). Each step of a flat plan gets a start. A
 message of it, the n-th of all pieces and of all parts that islands share (`Atom`), has the level ``start + PACE * n``,
 as if one rank did it for all parts; whoever has some leaves some numbers out, which wrongs nobody. A receive starts
 `LAG` after its send. The next step of a lane starts after all numbers of the last one, so that sends of a lane are
@@ -56,7 +56,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import ROOTED, WHOLE, Collective
-from .algorithms.base import Algorithm, power_of_two
+from .algorithms.base import Algorithm, Likeness, power_of_two
 from .costs import Groups, Hosts, groups_of
 from .flat import LAG, PACE, Flat, Numbers, receives
 from .ir import Buf, Op, Plan
@@ -113,10 +113,13 @@ class Frame:
         flat = entry.flat or entry
         later = own.collective is Collective.REDUCE and len(self._islands[self._home]) > 1  # scaled by the root alone
         alike = not (own.ordered or own.compress or own.collective in ROOTED)
-        turns, swaps = alike and flat.turns, alike and flat.swaps and power_of_two(m)
-        rounds = None if turns or swaps or flat.star or m < MANY else flat.rounds
-        one = turns or swaps or rounds is not None
-        drawn = [self._here] if one else sorted({self._home, self._here}) if flat.star else [*range(m)]
+        likeness = flat.likeness if alike or flat.likeness is Likeness.STAR else None
+        if likeness is Likeness.SWAP and not power_of_two(m):
+            likeness = None
+        rounds = flat.rounds if likeness is None and m >= MANY else None
+        drawn = [*range(m)]
+        if likeness is not None or rounds is not None:
+            drawn = sorted({self._home, self._here}) if likeness is Likeness.STAR else [self._here]
         hosts = tuple((i,) for i in range(m)) if self._made else None
         groups = tuple(tuple(sorted({of[r] for r in group})) for group in groups)
         alone = flat is entry and all(island == (r,) for r, island in enumerate(self._islands))  # then mine is one
@@ -130,7 +133,7 @@ class Frame:
             for i in drawn
         ]  # fmt: skip
         when = None if rounds is None else rounds(plans[0])
-        return Flat(plans, turns=turns, swaps=swaps, rounds=when), drawn.index(self._here)
+        return Flat(plans, likeness=likeness, rounds=when), drawn.index(self._here)
 
     def _match(self, flat: Columns) -> None:
         """Find which step of the flat plan each of mine is, by its place in the lane, and for messages of which share

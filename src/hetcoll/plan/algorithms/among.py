@@ -35,7 +35,7 @@ def among(entry: Algorithm) -> Algorithm:
         raise ArgumentError(f"{entry.collective.label} among islands has one way: that of `islands`")
     if entry.equal:
         raise ArgumentError(f"{entry.collective.label} by {entry.name} is for shares of one length, not among islands")
-    return Algorithm(entry.name, entry.collective, partial(_draw, entry), turns=entry.turns, flat=entry)
+    return Algorithm(entry.name, entry.collective, partial(_draw, entry), flat=entry)
 
 
 def _draw(entry: Algorithm, p: Draft) -> None:

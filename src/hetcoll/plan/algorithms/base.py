@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -219,18 +220,28 @@ class Rounds(NamedTuple):
     hops: Ints
 
 
+class Likeness(Enum):
+    """How ranks do alike."""
+
+    TURN = "turn"
+    """Rank r does what rank 0 does, with all peers r further round the ring, unless it keeps an order or compresses."""
+    SWAP = "swap"
+    """Among a power of two rank r does what rank 0 does with ``r ^ d`` in place of d, from which it gets what it sends
+    there."""
+    STAR = "star"
+    """A rank that is not the root has one message, with the root, and nothing comes before it."""
+
+
 class Algorithm(NamedTuple):
     """One entry of the table; what it takes stands in `hetcoll.plan.costs`.
 
     `supports` says for which numbers of ranks it can draw. `compresses`: it rounds whatever it sends between hosts
     where the draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a
     host have so many cores, if a plan has so many units; see `cut` and `stretched`. `ordered`: it reduces every element
-    in the order of ranks where the draft says so. `turns`: where it is not ordered and compresses nothing, rank r does
-    what rank 0 does, with all peers r further round the ring; so does one of equal islands beside the first. `swaps`:
-    among a power of two it does, with ``r ^ d`` in place of d, from which it gets what it sends there. `star`: a rank
-    that is not the root has one message, with the root, and nothing comes before it. `equal`: for shares of one length,
-    and so not for forms with counts. `flat`: what this one runs among the islands. `rounds`: when each of its
-    messages goes, the same at both ends; what is no message has any numbers.
+    in the order of ranks where the draft says so. `equal`: for shares of one length, and so not for forms with counts.
+    `flat`: what this one runs among the islands. `likeness`: how ranks, or islands of one size, do alike, so that few
+    plans say what all do. `rounds`: when each of its messages goes, the same at both ends; what is no message has any
+    numbers.
     """
 
     name: str
@@ -240,11 +251,9 @@ class Algorithm(NamedTuple):
     compresses: bool = False
     stretches: Callable[[int, int], int] | None = None
     ordered: bool = False
-    turns: bool = False
     equal: bool = False
     flat: Algorithm | None = None
-    star: bool = False
-    swaps: bool = False
+    likeness: Likeness | None = None
     rounds: Callable[[Plan], Rounds] | None = None
 
     @property
@@ -339,8 +348,7 @@ def register(
     collective: Collective, name: str, *, supports: Callable[[int], bool] = bool,
     cost: Callable[[int], Cost] | None = None, levels: Callable[[Hosts], Levels] | None = None,
     compresses: bool = False, stretches: Callable[[int, int], int] | None = None, ordered: bool = False,
-    turns: bool = False, equal: bool = False, star: bool = False, swaps: bool = False,
-    rounds: Callable[[Plan], Rounds] | None = None,
+    equal: bool = False, likeness: Likeness | None = None, rounds: Callable[[Plan], Rounds] | None = None,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:  # fmt: skip
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry.
 
@@ -350,9 +358,8 @@ def register(
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
         entry = Algorithm(
-            name, collective, draw, supports, compresses, stretches, ordered, turns, equal, star=star, swaps=swaps,
-            rounds=rounds,
-        )  # fmt: skip
+            name, collective, draw, supports, compresses, stretches, ordered, equal, likeness=likeness, rounds=rounds
+        )
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         if cost is not None:

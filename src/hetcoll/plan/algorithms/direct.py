@@ -14,7 +14,7 @@ import numpy as np
 from ...types import Collective
 from ..ir import Op, Plan, Span
 from ..steps import Ints
-from .base import Draft, Rounds, each, inp, out, register, tmp
+from .base import Draft, Likeness, Rounds, each, inp, out, register, tmp
 
 
 def _ends(plan: Plan) -> tuple[Ints, Ints]:
@@ -100,7 +100,7 @@ def _added(p: Draft, lane: int, result: Span, own: Span, peers: Ints) -> int:
     return first if p.size == 2 else int(p.recv_reduces(lane, result, result, peers[1:])[-1])
 
 
-@register(Collective.ALLREDUCE, "direct", compresses=True, ordered=True, turns=True, rounds=round_the_ring)
+@register(Collective.ALLREDUCE, "direct", compresses=True, ordered=True, likeness=Likeness.TURN, rounds=round_the_ring)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter and all-gather, each in one hop: 2(n-1) messages a rank, each a share of 1/n."""
     p.units = p.size
@@ -111,13 +111,15 @@ def allreduce(p: Draft) -> None:
     p.recvs(3, each(out, p.ring(-1)), p.ring(-1), channel=1)
 
 
-@register(Collective.REDUCE_SCATTER, "direct", compresses=True, ordered=True, turns=True, rounds=round_the_ring)
+@register(
+    Collective.REDUCE_SCATTER, "direct", compresses=True, ordered=True, likeness=Likeness.TURN, rounds=round_the_ring
+)
 def reduce_scatter(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
     p.scaled(2, out(), _reduce_own(p, out(), inp(p.rank)))
 
 
-@register(Collective.ALLGATHER, "direct", turns=True)
+@register(Collective.ALLGATHER, "direct", likeness=Likeness.TURN)
 def allgather(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
     p.sends(0, inp(), p.ring(1))
@@ -125,7 +127,7 @@ def allgather(p: Draft) -> None:
     p.copy(2, out(p.rank), inp())
 
 
-@register(Collective.BROADCAST, "direct", star=True)
+@register(Collective.BROADCAST, "direct", likeness=Likeness.STAR)
 def broadcast(p: Draft) -> None:
     """The root sends all to everyone: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -134,7 +136,7 @@ def broadcast(p: Draft) -> None:
     p.sends(0, inp(), p.ring(1))
 
 
-@register(Collective.REDUCE, "direct", ordered=True, star=True)
+@register(Collective.REDUCE, "direct", ordered=True, likeness=Likeness.STAR)
 def reduce(p: Draft) -> None:
     """Everyone sends all to the root, which adds round the ring from itself on, or in rank order: 1 hop."""
     if p.rank != p.root:
@@ -167,7 +169,7 @@ def reduce_by_shares(p: Draft) -> None:
         p.send(3, mine, p.root, channel=1, after=[total])
 
 
-@register(Collective.GATHER, "direct", star=True)
+@register(Collective.GATHER, "direct", likeness=Likeness.STAR)
 def gather(p: Draft) -> None:
     """Everyone sends its unit to the root: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -177,7 +179,7 @@ def gather(p: Draft) -> None:
     p.copy(1, out(p.root), inp())
 
 
-@register(Collective.SCATTER, "direct", star=True)
+@register(Collective.SCATTER, "direct", likeness=Likeness.STAR)
 def scatter(p: Draft) -> None:
     """The root sends everyone its unit: 1 hop, n-1 messages."""
     if p.rank != p.root:

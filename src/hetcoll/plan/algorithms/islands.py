@@ -20,7 +20,7 @@ import numpy as np
 
 from ...types import Collective
 from ..ir import Buf, Plan, Span, Spans
-from .base import Algorithm, Draft, Rounds, each, inp, out, tmp
+from .base import Algorithm, Draft, Likeness, Rounds, each, inp, out, tmp
 from .between import Place, gather_between, reduce_between
 from .direct import round_the_ring
 from .regions import Make, Pieces, Regions, cut
@@ -34,13 +34,12 @@ def _register(
     collective: Collective,
     *,
     compresses: bool = False,
-    turns: bool = False,
-    star: bool = False,
+    likeness: Likeness | None = None,
     rounds: Callable[[Plan], Rounds] | None = None,
 ) -> Callable[[Callable[[Draft], None]], Callable[[Draft], None]]:
     def enter(draw: Callable[[Draft], None]) -> Callable[[Draft], None]:
         ISLANDS[collective] = Algorithm(
-            "islands", collective, draw, compresses=compresses, turns=turns, star=star, rounds=rounds
+            "islands", collective, draw, compresses=compresses, likeness=likeness, rounds=rounds
         )
         return draw
 
@@ -78,7 +77,7 @@ def _intervals(make: Make, units: int, k: int) -> tuple[Span, ...]:
     return tuple(make(a, b - a) for a, b in pairwise(cuts))
 
 
-@_register(Collective.ALLREDUCE, compresses=True, turns=True, rounds=round_the_ring)
+@_register(Collective.ALLREDUCE, compresses=True, likeness=Likeness.TURN, rounds=round_the_ring)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter inside; all-reduce each interval among its owners, one an island; all-gather inside."""
     at = Split(p, parts=len(p.hosts) if len(p.hosts) > 2 else 1)
@@ -121,7 +120,7 @@ def _exchange(p: Draft, at: Split, summed: int | None) -> list[int | None]:
     return final
 
 
-@_register(Collective.BROADCAST, star=True)
+@_register(Collective.BROADCAST, likeness=Likeness.STAR)
 def broadcast(p: Draft) -> None:
     """Inside the root's island first, whose members send an interval each to every other; all-gather there."""
     at = Split(p)
@@ -142,7 +141,7 @@ def broadcast(p: Draft) -> None:
         p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came.tolist())
 
 
-@_register(Collective.REDUCE, star=True)
+@_register(Collective.REDUCE, likeness=Likeness.STAR)
 def reduce(p: Draft) -> None:
     """Reduce-scatter inside; the root's island adds what comes to its members' intervals, and reduces to the root."""
     at = Split(p)
@@ -174,7 +173,7 @@ def reduce(p: Draft) -> None:
 # ------------------------------------------------------------------------------------------------------- shares
 
 
-@_register(Collective.ALLGATHER, turns=True)
+@_register(Collective.ALLGATHER, likeness=Likeness.TURN)
 def allgather(p: Draft) -> None:
     """The members of every other island get an interval of each region, and gather it there."""
     at = Regions(p)
@@ -192,7 +191,7 @@ def allgather(p: Draft) -> None:
             p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=[last])
 
 
-@_register(Collective.REDUCE_SCATTER, compresses=True, turns=True, rounds=round_the_ring)
+@_register(Collective.REDUCE_SCATTER, compresses=True, likeness=Likeness.TURN, rounds=round_the_ring)
 def reduce_scatter(p: Draft) -> None:
     """Every island adds up the others' regions, an interval each member, and sends them to their owners."""
     at = Regions(p)
@@ -216,7 +215,7 @@ def reduce_scatter(p: Draft) -> None:
     p.scaled(LAST, out(0, at.pieces), int(came[-1]) if at.m > 1 else ready)
 
 
-@_register(Collective.GATHER, star=True)
+@_register(Collective.GATHER, likeness=Likeness.STAR)
 def gather(p: Draft) -> None:
     """The members of the root's island get an interval each of every other's region, and gather it at the root."""
     at = Regions(p)
@@ -249,7 +248,7 @@ def _beside_root(p: Draft, at: Regions, parts: tuple[Span | None, ...]) -> tuple
     return (None if mine is None else tmp(mine.start, mine.count)), []
 
 
-@_register(Collective.SCATTER, star=True)
+@_register(Collective.SCATTER, likeness=Likeness.STAR)
 def scatter(p: Draft) -> None:
     """The root scatters every region over the members of its island, who send the pieces to their owners."""
     at = Regions(p)

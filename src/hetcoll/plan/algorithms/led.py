@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from ...types import Collective
 from ..costs import Cost, Hosts, Levels
 from ..ir import Buf
-from .base import Draft, inp, out, register, tmp
+from .base import Draft, Likeness, inp, out, register, tmp
 
 Run = tuple[int, int]
 """Ranks that follow each other: the first, and how many."""
@@ -51,7 +51,7 @@ def _levels(hosts: Hosts, *, gathers: bool) -> Levels:
     return Cost(1, k - 1, inside, 0), Cost(1, messages, between, 0)
 
 
-@register(Collective.GATHER, "led", levels=lambda hosts: _levels(hosts, gathers=True), star=True)
+@register(Collective.GATHER, "led", levels=lambda hosts: _levels(hosts, gathers=True), likeness=Likeness.STAR)
 def gather(p: Draft) -> None:
     """2 hops: to the leader, and from there to the root."""
     mine, rows = _hosts(p)
@@ -70,7 +70,7 @@ def gather(p: Draft) -> None:
             p.send(2, tmp(first, count), p.root, after=[came[first + i] for i in range(count)])
 
 
-@register(Collective.SCATTER, "led", levels=lambda hosts: _levels(hosts, gathers=False), star=True)
+@register(Collective.SCATTER, "led", levels=lambda hosts: _levels(hosts, gathers=False), likeness=Likeness.STAR)
 def scatter(p: Draft) -> None:
     """2 hops: from the root to the leader, which has mates' parts next; the furthest hosts' first."""
     mine, rows = _hosts(p)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...types import Collective
 from ..ir import Span
-from .base import Draft, inp, out, power_of_two, register, tmp
+from .base import Draft, Likeness, inp, out, power_of_two, register, tmp
 
 
 class Fold:
@@ -37,7 +37,7 @@ def _fold_in(p: Draft, fold: Fold) -> int | None:
     return p.recv_reduce(1, out(0, p.units), inp(0, p.units), p.rank - 1)
 
 
-@register(Collective.ALLREDUCE, "doubling", swaps=True)
+@register(Collective.ALLREDUCE, "doubling", likeness=Likeness.SWAP)
 def allreduce_doubling(p: Draft) -> None:
     """log2 n rounds, in each of which partners swap the whole buffer and both add: all hold the same bits, since
     reductions commute bit for bit where there is one NaN. Both overwrite what they send, so a message must fit
@@ -58,7 +58,7 @@ def allreduce_doubling(p: Draft) -> None:
         p.send(0, out(), p.rank - 1, after=[ready])
 
 
-@register(Collective.ALLREDUCE, "halving_doubling", swaps=True)
+@register(Collective.ALLREDUCE, "halving_doubling", likeness=Likeness.SWAP)
 def allreduce_halving(p: Draft) -> None:
     """Rabenseifner's: log2 n rounds that swap halves, quarters, ... and add, then the same backwards without adding."""
     fold = Fold(p.size, p.rank)
@@ -85,7 +85,7 @@ def allreduce_halving(p: Draft) -> None:
         p.send(3, out(0, p.units), p.rank - 1, after=[ready])
 
 
-@register(Collective.REDUCE_SCATTER, "halving", supports=power_of_two, swaps=True)
+@register(Collective.REDUCE_SCATTER, "halving", supports=power_of_two, likeness=Likeness.SWAP)
 def reduce_scatter(p: Draft) -> None:
     """log2 n rounds that swap half, a quarter, ... of the buffer; powers of two only."""
     p.scratch_copies = 1 if p.size > 2 else 0
@@ -133,7 +133,7 @@ def reduce_scatter_at_the_end(p: Draft) -> None:
     p.scaled(3, out(), ready if p.rank == 0 else p.copy(2, out(), total, after=[ready]))
 
 
-@register(Collective.ALLGATHER, "doubling", supports=power_of_two, swaps=True)
+@register(Collective.ALLGATHER, "doubling", supports=power_of_two, likeness=Likeness.SWAP)
 def allgather(p: Draft) -> None:
     """log2 n rounds that swap all that is known so far: 1, 2, 4, ... units; powers of two only."""
     own: int | None = p.copy(2, out(p.rank), inp())

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...types import Collective
 from ..ir import Span
-from .base import Draft, each, inp, out, register, tmp
+from .base import Draft, Likeness, each, inp, out, register, tmp
 
 
 def _reduce_phase(p: Draft, partial: Callable[[int], Span], result: Span) -> int:
@@ -40,7 +40,7 @@ def _gather_phase(p: Draft, own: Span, ready: int | None, *, lane: int, channel:
     p.recv(lane + 1, out(right), left, channel=channel)
 
 
-@register(Collective.ALLREDUCE, "ring", turns=True)
+@register(Collective.ALLREDUCE, "ring", likeness=Likeness.TURN)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter, then all-gather: 2(n-1) messages a rank, each a share of 1/n. Unit r is reduced on rank r."""
     p.units = p.size
@@ -48,7 +48,7 @@ def allreduce(p: Draft) -> None:
     _gather_phase(p, out(p.rank), p.scaled(4, out(p.rank), reduced), lane=2, channel=1)
 
 
-@register(Collective.REDUCE_SCATTER, "ring", turns=True)
+@register(Collective.REDUCE_SCATTER, "ring", likeness=Likeness.TURN)
 def reduce_scatter(p: Draft) -> None:
     """n-1 messages a rank, each a share of 1/n. What grows on its way lies in scratch: the input is not ours."""
     p.scratch_copies = 1 if p.size > 2 else 0
@@ -56,7 +56,7 @@ def reduce_scatter(p: Draft) -> None:
     p.scaled(2, out(), reduced)
 
 
-@register(Collective.ALLGATHER, "ring", turns=True)
+@register(Collective.ALLGATHER, "ring", likeness=Likeness.TURN)
 def allgather(p: Draft) -> None:
     """n-1 messages a rank, each a share of 1/n."""
     _gather_phase(p, inp(), None, lane=0, channel=0)
