@@ -14,7 +14,7 @@ from typing import Any
 from places import DEVICES, Place, islands_of
 from shaped import shaped
 from shapes import SHAPES, Shape
-from training import FEW, TOLERANCE, Job, losses_of_one
+from training import FEW, TOLERANCE, Job, dtype_of, losses_of_one
 
 PIPELINES = ("pipeline", "overlapped")  # training_ways.py
 SLEEP = {"HETCOLL_SPIN_US": os.environ.get("HETCOLL_SPIN_US", "0")}  # hosts that are namespaces share the cores
@@ -66,11 +66,13 @@ def error(losses: Sequence[float], wanted: Sequence[float], what: str, wrong: li
     return most
 
 
-def references(shapes: Sequence[Shape], place: Place, args: argparse.Namespace, home: Path) -> list[list[float]]:
-    alone = replace(place, kind="cpu") if place.torch == "cpu" else place
-    return losses_of_one(
-        shapes, alone, home, steps=steps_of(args), pieces=args.ranks * args.pieces, seconds=args.seconds
-    )
+def references(
+    shapes: Sequence[Shape], places: Sequence[Place], args: argparse.Namespace, home: Path
+) -> list[list[float]]:
+    """The losses of one process in the first place, in what ranks in all of these places train in."""
+    alone = replace(places[0], kind="cpu") if places[0].torch == "cpu" else places[0]
+    pieces, dtype = args.ranks * args.pieces, dtype_of(places)
+    return losses_of_one(shapes, alone, home, steps=steps_of(args), pieces=pieces, dtype=dtype, seconds=args.seconds)
 
 
 def told_to(ranks: int, way: str, batch: int, pieces: int) -> dict[str, Any]:
@@ -94,12 +96,13 @@ def halves(args: argparse.Namespace, home: Path) -> Found:
     for model in args.models:
         shape = replace(SHAPES[model], batch=args.batch or SHAPES[model].batch)
         shapes = {name: replace(shape, batch=shape.batch * len(those)) for name, those in parts.items()}
-        small, large = references([shapes["first"], shapes["both"]], places[0], args, home)
+        small, large = references([shapes["first"], shapes["both"]], places, args, home)
         with contextlib.ExitStack() as stack:
             jobs = {}
             for name, those in parts.items():
                 env = (islands_of(args.ranks) if kinds.islands else {}) | FEW if name == "both" else {}
-                job = Job(name, "hetcoll", those, home / f"{model}-{name}", env, seconds=args.seconds)
+                log = home / f"{model}-{name}"
+                job = Job(name, "hetcoll", those, log, env, dtype=dtype_of(places), seconds=args.seconds)
                 stack.callback(job.close)
                 jobs[name] = job, shapes[name], told_to(len(those), way, shape.batch, args.pieces)
             seconds, losses = train(jobs, args)
@@ -156,7 +159,7 @@ def forwarding(args: argparse.Namespace, home: Path) -> Found:
     places = kinds.places(args.ranks, args.hip_python)
     known = [way for way in FORWARDING if way.how == "hetcoll" or args.device == "cpu"]
     ways = [way for at, way in enumerate(known) if not args.only or at in args.only]
-    (wanted,) = references([whole], places[0], args, home)
+    (wanted,) = references([whole], places, args, home)
     found = Found([["how", "tokens/s", "TFLOPS a rank", "part of the last", "published, TFLOPS a GPU",
                     f"part of one vendor's {ONE_VENDOR}", "error of a loss"]])  # fmt: skip
     found.notes.append(f"The model is {args.models[0]}; cards of {args.rate}. TFLOPS are 6 x parameters x tokens/s.")
@@ -165,7 +168,8 @@ def forwarding(args: argparse.Namespace, home: Path) -> Found:
         for at, way in enumerate(ways):
             env = way.environment | (islands_of(args.ranks) if kinds.islands and way.hosts != "each" else {})
             those = way.places(places, net.hosts)
-            job = Job(way.name, way.how, those, home / f"way-{at}", env, seconds=args.seconds)
+            dtype = dtype_of(places)
+            job = Job(way.name, way.how, those, home / f"way-{at}", env, dtype=dtype, seconds=args.seconds)
             stack.callback(job.close)
             jobs[way.name] = job, whole, {"way": "pipeline", "stages": 2}
         seconds, losses = train(jobs, args)

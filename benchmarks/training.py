@@ -65,6 +65,11 @@ PEERS = {
 ON_CPUS = {"hetcoll": Peer("hetcoll", "hetcoll", "cpu"), "gloo": Peer("Gloo", "gloo", "cpu")}
 
 
+def dtype_of(places: Sequence[Place]) -> str:
+    """What ranks there train in: all in the same, so that their losses and speeds can be compared."""
+    return "bfloat16" if all(place.torch != "cpu" for place in places) else "float32"
+
+
 class Job(StayingRanks):
     """The ranks of a job of training_rank.py in these places."""
 
@@ -72,7 +77,7 @@ class Job(StayingRanks):
         self, name: str, how: str, places: Sequence[Place], log: Path, env: Mapping[str, str], *, rate: float = 1e-4,
         dtype: str = "", seconds: float = SECONDS,
     ) -> None:  # fmt: skip
-        dtype = dtype or ("bfloat16" if all(place.torch != "cpu" for place in places) else "float32")
+        dtype = dtype or dtype_of(places)
         told = [{"how": how, "kind": each.kind, "device": each.torch, "dtype": dtype, "rate": rate} for each in places]
         script = str(HERE / "training_rank.py")
         words = [[each.python, script, json.dumps(one)] for each, one in zip(places, told, strict=True)]
@@ -85,10 +90,11 @@ def job_of(peer: Peer, ranks: int, log: Path) -> Job:
 
 
 def losses_of_one(
-    shapes: Sequence[Shape], place: Place, home: Path, *, steps: int, pieces: int, seconds: float = SECONDS
-) -> list[list[float]]:
+    shapes: Sequence[Shape], place: Place, home: Path, *, steps: int, pieces: int, dtype: str = "",
+    seconds: float = SECONDS,
+) -> list[list[float]]:  # fmt: skip
     """Of one process that trains each on whole batches."""
-    job, losses = Job("one process", "alone", [place], home / "alone", {}, seconds=seconds), []
+    job, losses = Job("one process", "alone", [place], home / "alone", {}, dtype=dtype, seconds=seconds), []
     try:
         for shape in shapes:
             job.ask({"do": "make", "way": "one", "shape": asdict(shape), "steps": steps, "pieces": pieces})

@@ -22,6 +22,7 @@ import gpus
 import places
 import seeds
 import seeds_models
+from shapes import Shape
 
 PIECES = ("--batch", "4", "--pieces", "2")
 TINY = ("--models", "tiny", "--turns", "1", "--steps", "2")
@@ -149,9 +150,11 @@ class Told:
     seconds: ClassVar = {"first": 1.0, "second": 2.0, "both": 1.25}
     loss = 2.0
     made: ClassVar[dict[str, dict[str, Any]]] = {}  # what each was told last
+    dtypes: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, name: str, how: str, those: list[places.Place], *_: object, **__: object) -> None:
+    def __init__(self, name: str, how: str, those: list[places.Place], *_: object, dtype: str, **__: object) -> None:
         self.name, self.how, self.ranks = name, how, len(those)
+        self.dtypes[name] = dtype
 
     def close(self) -> None: ...
 
@@ -168,7 +171,13 @@ class Told:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeds_models, "Job", Told)
-    monkeypatch.setattr(seeds_models, "losses_of_one", lambda shapes, *_, steps, **__: [[2.0] * steps for _ in shapes])
+
+    def losses_of_one(shapes: list[Shape], *_: object, steps: int, dtype: str, **__: object) -> list[list[float]]:
+        Told.dtypes["one process"] = dtype
+        return [[2.0] * steps for _ in shapes]
+
+    Told.dtypes.clear()
+    monkeypatch.setattr(seeds_models, "losses_of_one", losses_of_one)
 
 
 @pytest.mark.usefixtures("told")
@@ -183,6 +192,14 @@ def test_table_of_halves(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1.48 times NVIDIA's half and 2.97 times AMD's" in found.told
     monkeypatch.setattr(Told, "loss", 2.1)
     assert run("halves", *TINY).status == 1
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(("device", "dtype"), [("posing", "bfloat16"), ("mixed", "float32")])
+def test_halves_train_in_one_type(run: Any, device: str, dtype: str) -> None:
+    """Alone, together and in one process: what a CPU does not train in, a GPU beside it does not either."""
+    run("halves", "--device", device, "--ranks", "2", *TINY)
+    assert Told.dtypes == dict.fromkeys(("first", "second", "both", "one process"), dtype)
 
 
 @pytest.mark.usefixtures("told")
