@@ -58,9 +58,9 @@ bool Engine::LeaveCore() {
     return sched_setaffinity(0, sizeof only, &only) == 0;
   };
   const int here = core_;
-  int next = 1;  // the next ones may share a cache
-  while (next < CPU_SETSIZE && !CPU_ISSET((here + next) % CPU_SETSIZE, &free)) ++next;
-  if (next == CPU_SETSIZE) return false;
+  int next = 2;  // the core beside ours comes last: it may be a hyperthread of the same one
+  while (next <= CPU_SETSIZE + 1 && !CPU_ISSET((here + next) % CPU_SETSIZE, &free)) ++next;
+  if (next > CPU_SETSIZE + 1) return false;
   core_ = (here + next) % CPU_SETSIZE;  // told before, so that nobody else goes there
   own_bell_->core.store(static_cast<std::uint32_t>(core_) + 1, std::memory_order_relaxed);
   if (go(core_)) sched_yield();
