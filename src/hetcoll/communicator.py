@@ -689,6 +689,10 @@ class Communicator:
         lifetime.drop(self._give_back)
         warnings.warn(f"<{self._name()}> was not closed", ResourceWarning, source=self, stacklevel=2)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        # A copy would own the same links: when it goes, it would close them under this one.
+        raise TypeError(f"<{self._name()}> cannot be copied or pickled; pass it as it is, or split it for another")
+
     def _give_back(self) -> None:
         lifetime.forget(self)
         with self._core.choosing:

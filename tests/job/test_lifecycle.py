@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -129,6 +131,21 @@ LATER = (
 def of_ours(names: Iterable[str], later: Sequence[str]) -> list[str]:
     """Those that are one of these modules of hetcoll, or in it."""
     return [name for name in names if f"{name}.".startswith(tuple(f"hetcoll.{each}." for each in later))]
+
+
+def copy_and_go_on(comm: hetcoll.Communicator) -> float:
+    """What a collective gives after each way to make a second object of a communicator was tried."""
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"^<hetcoll\.Communicator rank \d of 2> cannot be copied or pickled"):
+            way(comm)
+    buf = np.ones(1)
+    comm.allreduce(buf)
+    return float(buf[0])
+
+
+def test_a_communicator_has_no_copies(launch: Launch) -> None:
+    """A copy that nobody refers to any more would close what the communicator still uses."""
+    assert launch(2).run(copy_and_go_on) == [2.0, 2.0]
 
 
 def test_import_loads_nothing_that_is_not_needed() -> None:
