@@ -201,13 +201,16 @@ def named(setting: str) -> dict[Collective, str]:
         if colon:
             kinds = [kind for kind in Collective if kind.label == label.strip().lower()]
             if not kinds:
-                raise ArgumentError(f"{setting!r} names no collective: {label!r}")
-            find(kinds[0], name.strip())
+                raise ArgumentError(f"HETCOLL_ALGO: {setting!r} names no collective: {label!r}")
+            try:
+                find(kinds[0], name.strip())
+            except ArgumentError as error:
+                raise ArgumentError(f"HETCOLL_ALGO: {error}") from None
         else:
             kinds = [kind for kind in Collective if name in known(kind)]
             if not kinds:
                 there = ", ".join(sorted({n for entries in ALGORITHMS.values() for n in entries}))
-                raise ArgumentError(f"{setting!r} names no algorithm: {name!r}; there are {there}")
+                raise ArgumentError(f"HETCOLL_ALGO: {setting!r} names no algorithm: {name!r}; there are {there}")
         asked.update(dict.fromkeys(kinds, name.strip()))
     return asked
 
