@@ -175,7 +175,8 @@ def write_docs(env: Mapping[str, Any], lines: Sequence[Line], json_file: Path, c
         f"`{env['command']}`, {env['rounds']} rounds at most, the best of each library's launches, float32. "
         "Times and the machine's limits: "
     )
-    kept = results.keep(json_file.read_text(), LIMITS_PAGE.parent, env["date"], SECTION)
+    document = json.loads(json_file.read_text()) | {"points": []}  # of each launch: a megabyte, for --join alone
+    kept = results.keep(json.dumps(document, indent=1) + "\n", LIMITS_PAGE.parent, env["date"], SECTION)
     beside = f"[another page](measurements/{LIMITS_PAGE.name})"
     short = (
         f"{env['date']}, {env['cpu']}, {env['cpus']} CPUs. Versions, the command and the machine's limits: {beside}."
