@@ -22,7 +22,7 @@ from typing import Any
 from places import Place
 from shaped import shaped
 from shapes import SHAPES
-from training import Job
+from training import Job, dtype_of
 
 SECONDS = 900.0
 SHAPE = replace(SHAPES["small"], batch=8)  # of both ranks
@@ -33,7 +33,7 @@ def train(form: str, feedback: bool, places: Sequence[Place], steps: int, home: 
     env = {"HETCOLL_COMPRESS": form} | ({} if feedback else {"HETCOLL_COMPRESS_FEEDBACK": "0"})
     if not places[0].host:
         env |= {"HETCOLL_ISLANDS": "0|1", "HETCOLL_TRANSPORT": "tcp"}
-    job = Job(form, "hetcoll", places, home / "log", env, rate=1e-3, seconds=SECONDS)
+    job = Job(form, "hetcoll", places, home / "log", env, dtype=dtype_of(places), rate=1e-3, seconds=SECONDS)
     try:
         job.ask({"do": "make", "way": "ddp", "shape": asdict(SHAPE), "steps": steps, "bucket": 4})
         found = job.ask({"do": "turn", "first": 0, "steps": steps})[0]

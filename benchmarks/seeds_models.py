@@ -168,8 +168,8 @@ def forwarding(args: argparse.Namespace, home: Path) -> Found:
         for at, way in enumerate(ways):
             env = way.environment | (islands_of(args.ranks) if kinds.islands and way.hosts != "each" else {})
             those = way.places(places, net.hosts)
-            dtype = dtype_of(places)
-            job = Job(way.name, way.how, those, home / f"way-{at}", env, dtype=dtype, seconds=args.seconds)
+            log, dtype = home / f"way-{at}", dtype_of(places)
+            job = Job(way.name, way.how, those, log, env, dtype=dtype, seconds=args.seconds)
             stack.callback(job.close)
             jobs[way.name] = job, whole, {"way": "pipeline", "stages": 2}
         seconds, losses = train(jobs, args)

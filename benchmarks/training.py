@@ -74,10 +74,9 @@ class Job(StayingRanks):
     """The ranks of a job of training_rank.py in these places."""
 
     def __init__(
-        self, name: str, how: str, places: Sequence[Place], log: Path, env: Mapping[str, str], *, rate: float = 1e-4,
-        dtype: str = "", seconds: float = SECONDS,
+        self, name: str, how: str, places: Sequence[Place], log: Path, env: Mapping[str, str], *, dtype: str,
+        rate: float = 1e-4, seconds: float = SECONDS,
     ) -> None:  # fmt: skip
-        dtype = dtype or dtype_of(places)
         told = [{"how": how, "kind": each.kind, "device": each.torch, "dtype": dtype, "rate": rate} for each in places]
         script = str(HERE / "training_rank.py")
         words = [[each.python, script, json.dumps(one)] for each, one in zip(places, told, strict=True)]
@@ -86,13 +85,13 @@ class Job(StayingRanks):
 
 def job_of(peer: Peer, ranks: int, log: Path) -> Job:
     env = (islands_of(ranks) if peer.islands else {}) | (FEW if peer.islands or peer.device == "posing" else {})
-    return Job(peer.name, peer.how, DEVICES[peer.device].places(ranks), log, env)
+    places = DEVICES[peer.device].places(ranks)
+    return Job(peer.name, peer.how, places, log, env, dtype=dtype_of(places))
 
 
 def losses_of_one(
-    shapes: Sequence[Shape], place: Place, home: Path, *, steps: int, pieces: int, dtype: str = "",
-    seconds: float = SECONDS,
-) -> list[list[float]]:  # fmt: skip
+    shapes: Sequence[Shape], place: Place, home: Path, *, steps: int, pieces: int, dtype: str, seconds: float = SECONDS
+) -> list[list[float]]:
     """Of one process that trains each on whole batches."""
     job, losses = Job("one process", "alone", [place], home / "alone", {}, dtype=dtype, seconds=seconds), []
     try:
@@ -232,7 +231,11 @@ def run_all(args: argparse.Namespace) -> int:
         tokens = run.whole.batch * run.whole.length
         ways = [way for way in args.ways.split(",") if way]
         place, steps = Place("cuda" if args.gpus else "cpu"), TURNS * STEPS
-        wanted = losses_of_one([run.whole], place, Path(home), steps=steps, pieces=run.ranks)[0] if ways else []
+        wanted = []
+        if ways:
+            (wanted,) = losses_of_one(
+                [run.whole], place, Path(home), steps=steps, pieces=run.ranks, dtype=dtype_of([place])
+            )
         print(f"{time.monotonic() - start:.0f} s; one process: {' '.join(f'{x:.4f}' for x in wanted)}", flush=True)
         for way in ways:
             if time.monotonic() > start + args.limit:
