@@ -294,10 +294,10 @@ class Engine {
   Birthplace birthplace_;
   std::int64_t spin_ns_ = 0;
   int prompt_spins_ = 0;
-  int core_ = -1;  // what NoteCore said last; under mutex_, as are the next two
+  int core_ = -1;  // what NoteCore said last; under mutex_, as are the next three
   int crowded_waits_ = 0;
-  std::int64_t leave_at_ns_ = 0;  // when LeaveCore may do so next; under mutex_
-  std::int64_t leave_again_ns_ = 0;
+  std::int64_t leave_at_ns_ = 0;     // when LeaveCore may go to another core again,
+  std::int64_t leave_again_ns_ = 0;  // and how long after the last time that is
   // Threads in Sleep: those that nothing has rung for, and those that something has. A ring begins a generation. Under
   // mutex_.
   int sleepers_ = 0;

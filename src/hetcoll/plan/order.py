@@ -12,9 +12,8 @@ other ranks do for it: the send of the message that it receives, the receive tha
 members of an island have their LOCAL steps on one level each, which is no lower than that of an earlier one.
 
 A rank draws no other rank's plan for that: levels follow from the *flat* plans, of one rank for each island, or of as
-few as say what all do (`likeness` and `rounds` of `Algorithm`). Each step of a flat plan gets a start. A
-message of it, the n-th of all pieces and of all parts that islands share (`Atom`), has the level ``start + PACE * n``,
-as if one rank did it for all parts; whoever has some leaves some numbers out, which wrongs nobody. A receive starts
+few as say what all do (`likeness` and `rounds` of `Algorithm`). Each step of a flat plan gets a start. A message of it,
+the n-th of all pieces and of all parts that islands share (`Atom`), has the level ``start + PACE * n``, as if one rank did it for all parts; whoever has some leaves some numbers out, which wrongs nobody. A receive starts
 `LAG` after its send. The next step of a lane starts after all numbers of the last one, so that sends of a lane are
 `PACE` apart, and the slot of one is filled again, `SLOTS` messages later, at a level that is above it by ``PACE * SLOTS
 >= 2 * LAG``. What needs a step starts after it, not after all of its numbers, so pieces overlap. A LOCAL step comes
@@ -113,13 +112,13 @@ class Frame:
         flat = entry.flat or entry
         later = own.collective is Collective.REDUCE and len(self._islands[self._home]) > 1  # scaled by the root alone
         alike = not (own.ordered or own.compress or own.collective in ROOTED)
-        likeness = flat.likeness if alike or flat.likeness is Likeness.STAR else None
-        if likeness is Likeness.SWAP and not power_of_two(m):
-            likeness = None
+        holds = {Likeness.TURN: alike, Likeness.SWAP: alike and power_of_two(m), Likeness.STAR: True}
+        likeness = flat.likeness if flat.likeness is not None and holds[flat.likeness] else None
         rounds = flat.rounds if likeness is None and m >= MANY else None
-        drawn = [*range(m)]
-        if likeness is not None or rounds is not None:
-            drawn = sorted({self._home, self._here}) if likeness is Likeness.STAR else [self._here]
+        if likeness is Likeness.STAR:
+            drawn = sorted({self._home, self._here})
+        else:
+            drawn = [*range(m)] if likeness is None and rounds is None else [self._here]
         hosts = tuple((i,) for i in range(m)) if self._made else None
         groups = tuple(tuple(sorted({of[r] for r in group})) for group in groups)
         alone = flat is entry and all(island == (r,) for r, island in enumerate(self._islands))  # then mine is one

@@ -223,13 +223,9 @@ class Rounds(NamedTuple):
 class Likeness(Enum):
     """How ranks do alike."""
 
-    TURN = "turn"
-    """Rank r does what rank 0 does, with all peers r further round the ring, unless it keeps an order or compresses."""
-    SWAP = "swap"
-    """Among a power of two rank r does what rank 0 does with ``r ^ d`` in place of d, from which it gets what it sends
-    there."""
-    STAR = "star"
-    """A rank that is not the root has one message, with the root, and nothing comes before it."""
+    TURN = "turn"  # rank r does what rank 0 does, all peers r further round the ring; not in order, nor compressed
+    SWAP = "swap"  # among a power of two it does with ``r ^ d`` in place of d, from which it gets what it sends there
+    STAR = "star"  # who is not the root has one message, with the root, and nothing comes before it
 
 
 class Algorithm(NamedTuple):
