@@ -13,8 +13,9 @@ members of an island have their LOCAL steps on one level each, which is no lower
 
 A rank draws no other rank's plan for that: levels follow from the *flat* plans, of one rank for each island, or of as
 few as say what all do (`likeness` and `rounds` of `Algorithm`). Each step of a flat plan gets a start. A message of it,
-the n-th of all pieces and of all parts that islands share (`Atom`), has the level ``start + PACE * n``, as if one rank did it for all parts; whoever has some leaves some numbers out, which wrongs nobody. A receive starts
-`LAG` after its send. The next step of a lane starts after all numbers of the last one, so that sends of a lane are
+the n-th of all pieces and of all parts that islands share (`Atom`), has the level ``start + PACE * n``, as if one rank
+did it for all parts; whoever has some leaves some numbers out, which wrongs nobody. A receive starts `LAG` after its
+send. The next step of a lane starts after all numbers of the last one, so that sends of a lane are
 `PACE` apart, and the slot of one is filled again, `SLOTS` messages later, at a level that is above it by ``PACE * SLOTS
 >= 2 * LAG``. What needs a step starts after it, not after all of its numbers, so pieces overlap. A LOCAL step comes
 before whatever needs it on any member, for any part, and after all that it needs there. What else a rank does, which
