@@ -279,7 +279,8 @@ def scatter(rank: int, size: int, sendbuf: Any, recvbuf: Any, root: object) -> C
 def all_counts(counts: Sequence[int], size: int, name: str = "counts") -> list[int]:
     """`counts` as so many ints of 0 or more."""
     try:
-        values = [check_int(c, name) for c in counts]
+        # A slice, since sets have no order and iterators are empty when they are read again.
+        values = [check_int(c, name) for c in counts[:]]
     except TypeError as error:
         if isinstance(error, BufferTypeError):
             raise
