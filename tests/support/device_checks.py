@@ -161,12 +161,14 @@ def check_capture(device: Device) -> None:
     with DeviceMachine(device) as machine:
         one, two = machine.streams(2)
         counters, (base_word, abort) = kernel_checks.integers(machine, 0, 0), kernel_checks.integers(machine, 0, 0)
+        cleared = machine.allocate(64)
         assert not device.capturing(one)
         with Capture(device, one) as captured:
             assert device.capturing(one)
             assert not device.capturing(two)
             device.free(device.allocate(64))
             device.free_host(device.allocate_host(64))
+            device.clear(cleared, 64)
             device.kernels().function("reduce_uint16_band")  # loads a module
             machine.enqueue(Launch("bump", 1, 1, counters[0], base_word, 1), one)
             machine.enqueue(Launch("await", 1, 1, counters[1], base_word, 1, abort), one)

@@ -12,7 +12,7 @@ import sys
 import kernel_checks
 import numpy as np
 import pytest
-from device_machine import SECONDS, DeviceMachine, driver_of, open_device, random_bytes
+from device_machine import SECONDS, DeviceMachine, driver_of, held_up, open_device, random_bytes
 from kernel_checks import Launch
 
 from hetcoll.errors import ArgumentError, DeviceError
@@ -39,6 +39,14 @@ def check_memory(device: Device) -> None:
         np.testing.assert_array_equal(seen, data)
         np.testing.assert_array_equal(machine.read(first + 1001, 77), data[3:80])
         device.copy(first, second, 0)
+        data = data.copy()
+        with held_up(machine, stream):  # none waits for it
+            for offset, nbytes in ((5, 70), (1001, 700_001), (999_983, 0)):  # few bytes, many pages, none
+                device.clear(second + offset, nbytes)
+                data[offset : offset + nbytes] = 0
+            device.clear(pinned, 4)
+        np.testing.assert_array_equal(machine.read(second, data.size), data)
+        assert [not seen[:4].any(), bool(seen[4:9].any())] == [True, True]
 
 
 def check_registered(device: Device) -> None:

@@ -326,7 +326,7 @@ def kept(start: Callable[P, Ranks]) -> Iterator[Callable[P, Ranks]]:
 # What follows runs in the ranks' processes.
 
 
-_SHARED = re.compile(rb"^\S+ ...s \S+ \S+ \S+ +(.+)$", re.MULTILINE)
+_SHARED = re.compile(rb"s [0-9a-f]+ \S+ \S+ +(.+)\n")
 """The name of shared memory in a line of /proc/self/maps (proc(5))."""
 
 

@@ -41,7 +41,7 @@ class Residual:
             made = cls(device, nbytes, settled)
         except DeviceError:
             return None
-        clear(device, made.address, nbytes)
+        device.clear(made.address, nbytes)
         return made
 
     def free(self) -> None:
@@ -49,12 +49,6 @@ class Residual:
         while not self._settled():
             time.sleep(_PAUSE)
         self._device.free(self.address)
-
-
-def clear(device: Device, address: int, nbytes: int) -> None:
-    """Write zeros. Complete on return; allowed while a stream of the thread is captured."""
-    zeros = np.zeros(nbytes, np.uint8)
-    device.copy(address, int(zeros.ctypes.data), nbytes)
 
 
 class DeviceArray:

@@ -33,7 +33,7 @@ from ..types import OCP_OF, DType
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
-from .array import DeviceArray, Residual, clear
+from .array import DeviceArray, Residual
 from .deadlines import Deadlines
 from .direct import why_not_direct
 from .edges import GpuEdges
@@ -103,7 +103,7 @@ class GpuExecutor:
             undo.callback(self.spares.close)
             self._state = device.allocate(STATE_BYTES)
             undo.callback(device.free, self._state)
-            clear(device, self._state, STATE_BYTES)
+            device.clear(self._state, STATE_BYTES)
             self._queue = self._new_queue()
             undo.callback(self._queue.drop_lanes)
             islands = GpuIslands(wiring, share.gpus, device, meet, seconds, diagnosis, capturing)

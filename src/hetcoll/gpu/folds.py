@@ -19,7 +19,6 @@ from ..calls.buffers import Buffer
 from ..types import DType
 from ..vendors.devices.kernels import table
 from ..vendors.devices.kernels.source import checks_names
-from .array import clear
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
@@ -123,7 +122,7 @@ class Folds:
         self._path, self._queue, self._calls, self._device = path, queue, calls, path.device
         device = self._device
         device.kernels().load_kept()  # before replays are under way, for which a driver may wait when it loads kernels
-        on_gpu = (device.allocate, device.free, lambda at, nbytes: clear(device, at, nbytes))
+        on_gpu = (device.allocate, device.free, device.clear)
         on_host = (device.allocate_host, device.free_host, lambda at, nbytes: ctypes.memset(at, 0, nbytes))
         self._arenas = _Arena(*on_gpu), _Arena(*on_gpu), _Arena(*on_host)
         self._memory: _Memory

@@ -15,7 +15,6 @@ from ..errors import DeviceError, spell_ranks
 from ..plan.one_kernel import MOST_RANKS
 from ..plan.pieces import SLOTS
 from ..vendors.devices.kernels.table import MESSAGE_RING
-from .array import clear
 from .slots import CHANNELS, EDGES, GPU_RINGS, Rings
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class _Region:
         except DeviceError as error:
             self._problem = str(error)
         if self._mine and uncached:
-            clear(device, self._mine, nbytes)
+            device.clear(self._mine, nbytes)
         self.bases: dict[int, int] = {share.here: self._mine} if self._mine else {}
         self.why_not: dict[int, str] = {}
 

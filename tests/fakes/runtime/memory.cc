@@ -223,6 +223,17 @@ void Memory::transfer(std::uintptr_t destination, std::uintptr_t source, std::si
   if (!whole) std::abort();
 }
 
+void Memory::clear(std::uintptr_t destination, std::size_t size) {
+  const Block to = find(destination);
+  bool worth = to.sealed || size >= 16 * page();
+  if (to.kind == Kind::kDevice && worth &&
+      fallocate(to.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(destination - to.map),
+                static_cast<off_t>(size)) == 0) {
+    return;
+  }
+  std::memset(reinterpret_cast<void*>(destination), 0, size);
+}
+
 Error Memory::export_handle(std::uintptr_t address, char out[kHandleBytes]) {
   std::shared_lock lock(mutex_);
   const Block* block = holder(address);

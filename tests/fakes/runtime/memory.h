@@ -70,6 +70,8 @@ class Memory {
   Error seal(std::uintptr_t base);
   // What a copy engine does, sealed or not.
   void transfer(std::uintptr_t destination, std::uintptr_t source, std::size_t size);
+  // Writes zeros, sealed or not, as if by giving the pages back where it can: what nobody uses takes no time then.
+  void clear(std::uintptr_t destination, std::size_t size);
 
   // Grows whenever a block goes, so that whoever remembers one knows to look again.
   static std::uint64_t epoch() { return epoch_.load(std::memory_order_acquire); }

@@ -167,6 +167,10 @@ Error fill(Stream* stream, std::uintptr_t destination, std::uint32_t value, std:
   if (destination % width != 0 || !fits(destination, width * count, true, &to)) return kInvalidValue;
   return enqueue(stream, "fill", [=](Execution&) {
     if (!still(to, destination)) return kIllegalAddress;
+    if (value == 0) {
+      Memory::instance().clear(destination, width * count);
+      return kOk;
+    }
     auto* bytes = reinterpret_cast<unsigned char*>(destination);
     for (std::size_t i = 0; i < count; ++i) std::memcpy(bytes + i * width, &value, width);
     return kOk;

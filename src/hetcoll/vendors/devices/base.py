@@ -157,6 +157,10 @@ class Device(Protocol):
         A blocking copy waits for work on the default stream only; other streams must be synchronised by the caller.
         """
 
+    def clear(self, address: int, nbytes: int) -> None:
+        """Write zeros into the device's memory, or pinned memory. Complete on return, as a blocking `copy` is; allowed
+        while a stream of the thread is captured."""
+
     def pointer(self, address: int) -> Pointer:
         """What the driver knows about `address`."""
 

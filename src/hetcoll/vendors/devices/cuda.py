@@ -173,6 +173,13 @@ class CudaDevice:
             if stream is None:
                 calls("cuStreamSynchronize", 0)
 
+    def clear(self, address: int, nbytes: int) -> None:
+        if not nbytes:
+            return
+        with self._during_capture() as calls:
+            calls("cuMemsetD8Async", address, 0, nbytes, 0)
+            calls("cuStreamSynchronize", 0)
+
     def pointer(self, address: int) -> Pointer:
         with self._active():
             kind = self._about(address, "MEMORY_TYPE")

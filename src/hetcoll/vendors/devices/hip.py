@@ -184,6 +184,13 @@ class HipDevice:
             if stream is None:
                 _block(calls, "hipStreamSynchronize", 0)
 
+    def clear(self, address: int, nbytes: int) -> None:
+        if not nbytes:
+            return
+        with self._during_capture() as calls:
+            calls("hipMemsetAsync", address, 0, nbytes, 0)
+            _block(calls, "hipStreamSynchronize", 0)
+
     def pointer(self, address: int) -> Pointer:
         unknown = Pointer("unknown", -1, address, 0)
         kinds = self._calls.module.hipMemoryType
