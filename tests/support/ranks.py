@@ -57,8 +57,8 @@ preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rend
         "hetcoll.experts", "hetcoll.links.verbs.local_nics", "hetcoll.runtime.one_sided", "hetcoll.serving",
         "ml_dtypes", "numpy.ma", "numpy.random", "numpy.testing", "pytest", "unittest.mock", *VENDORS,
         *(() if "TEST_PATIENCE" in os.environ else ("hypothesis",)),
-        "ranks", "cases", "device_checks", "expert_calls", "gpu_calls", "gpu_places", "reference",
-        "verdicts")  # fmt: skip
+        "ranks", "cases", "device_checks", "expert_calls", "found_once", "gpu_calls", "gpu_places",
+        "reference", "verdicts")  # fmt: skip
 _OURS = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
 
 
