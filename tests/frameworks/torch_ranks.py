@@ -6,11 +6,13 @@ import ast
 import importlib
 import tempfile
 from datetime import timedelta
+from functools import cache
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
 
 from installed import import_torch
-from ranks import Env, Job, Ranks
+from ranks import PRELOADED, Env, Job, Ranks, forked_from
 
 CASES = Path(__file__).with_name("torch_cases")
 SIZE = 4
@@ -34,7 +36,8 @@ class TorchRanks:
 
     def _start(self) -> None:
         """torch takes its time to load, more so on few cores; the cases' time is for what they do."""
-        self._ranks = Ranks(SIZE, self._env, join=False, tidy=False)
+        with forked_from(_server()):
+            self._ranks = Ranks(SIZE, self._env, join=False, tidy=False)
         try:
             self._ranks.run(load, timeout=200)
         except BaseException:
@@ -57,12 +60,18 @@ class TorchRanks:
         self._folder.cleanup()
 
 
+@cache
+def _server() -> ForkServer:
+    made = ForkServer()
+    made.set_forkserver_preload([*PRELOADED, "torch_loaded"])
+    return made
+
+
 def load(_job: Job) -> None:
     """On a rank: import what takes long."""
     import_torch()
     for name in ("collectives", "messages", "failures", "training"):
         importlib.import_module(f"torch_cases.{name}")
-    importlib.import_module("torch._dynamo")  # functional collectives do, at the first call
 
 
 def run_case(job: Job, store: str, module: str, name: str, args: tuple[Any, ...], backend: str | None) -> Any:

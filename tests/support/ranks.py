@@ -20,6 +20,7 @@ import signal
 import tempfile
 import time
 import traceback
+import unittest.mock
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,13 +53,16 @@ VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "
 """What ranks with GPUs load, a third of what their start takes: where they are installed, without looking for a GPU."""
 
 # Also what only some ranks load (rank 0 its store), and most of what tests' modules import.
-preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rendezvous.store.server",
-        "hetcoll.vendors.devices.cuda", "hetcoll.vendors.devices.hip", "hetcoll.gpu.device_of", "hetcoll.cli.patterns",
-        "hetcoll.experts", "hetcoll.links.verbs.local_nics", "hetcoll.runtime.one_sided", "hetcoll.serving",
-        "ml_dtypes", "numpy.ma", "numpy.random", "numpy.testing", "pytest", "unittest.mock", *VENDORS,
-        *(() if "TEST_PATIENCE" in os.environ else ("hypothesis",)),
-        "ranks", "cases", "device_checks", "expert_calls", "found_once", "gpu_calls", "gpu_places",
-        "reference", "verdicts")  # fmt: skip
+PRELOADED = (
+    "hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rendezvous.store.server",
+    "hetcoll.vendors.devices.cuda", "hetcoll.vendors.devices.hip", "hetcoll.gpu.device_of", "hetcoll.cli.patterns",
+    "hetcoll.experts", "hetcoll.links.verbs.local_nics", "hetcoll.runtime.one_sided", "hetcoll.serving",
+    "ml_dtypes", "numpy.ma", "numpy.random", "numpy.testing", "pytest", "unittest.mock", *VENDORS,
+    *(() if "TEST_PATIENCE" in os.environ else ("hypothesis",)),
+    "ranks", "cases", "device_checks", "expert_calls", "found_once", "gpu_calls", "gpu_places",
+    "reference", "verdicts",
+)  # fmt: skip
+preload(*PRELOADED)
 _OURS = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
 
 
@@ -85,6 +89,14 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+@contextlib.contextmanager
+def forked_from(server: forkserver.ForkServer) -> Iterator[None]:
+    """Ranks that are started meanwhile come from this server, which has loaded what others need not."""
+    ours = {name: getattr(server, name) for name in ("ensure_running", "connect_to_new_process")}
+    with unittest.mock.patch.multiple(forkserver, **ours):
+        yield
 
 
 @dataclass
