@@ -120,7 +120,7 @@ def any_plans(draw: st.DrawFn) -> tuple[Algorithm, bool, list[Plan]]:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=55)
 def test_any_islands_are_proved(data: st.DataObject) -> None:
     _, scale, plans = data.draw(any_plans())
     check(plans, inplace=data.draw(st.booleans()), scale=scale)
@@ -129,7 +129,7 @@ def test_any_islands_are_proved(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=250)
+@settings(max_examples=90)
 def test_they_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     a, _, plans = data.draw(any_plans())
     n = len(plans)

@@ -43,7 +43,7 @@ def test_the_shapes_of_many_ranks_are_proved(kind: Collective, sizes: tuple[int,
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     hosts = data.draw(any_groups())
     n = sum(map(len, hosts))
