@@ -113,7 +113,7 @@ TABLE = [(dtype.label, op.label) for dtype in DType for op in ReduceOp if suppor
 def test_every_type_with_every_reduction(pool: Pool, dtype: str) -> None:
     """Counts around the width of vectors, odd alignments, and the streaming sizes; two ranks, so one addition each."""
     ops = [op for name, op in TABLE if name == dtype]
-    counts = (1, 3, 17, 64, 1021, 40_000)
+    counts = (1, 17, 64, 1021, 40_000)
     cases = [Case("allreduce", dtype, n, op, seed=n, shift=n % 7, inplace=n % 2 == 0) for op in ops for n in counts]
     check(pool(2), cases, {})
 
@@ -178,7 +178,7 @@ def test_every_algorithm_among_hosts(pool: Pool, hosts: str) -> None:
     for kind in AMONG:
         for name, entry in ALGORITHMS[kind].items():
             if runs_among(entry) and entry.supports(len(set(hosts))):
-                cases = list(cases_of(kind, size, [0, 1, size + 1, 1009, 60_013]))
+                cases = list(cases_of(kind, size, [0, 1, size + 1, 60_013]))
                 check(ranks, cases, {"algo": name})
                 forms = ranks.run(placed, kind.label, name)[0]
                 assert forms == [f"among {len(set(hosts))} hosts"] * 2
@@ -188,7 +188,7 @@ def test_every_algorithm_among_hosts(pool: Pool, hosts: str) -> None:
 def test_gather_and_scatter_are_led_where_bytes_are_few(pool: Pool, hosts: str) -> None:
     size, ranks = len(hosts), pool(len(hosts), HETCOLL_HOST_ID=tuple(hosts))
     for kind in (Collective.GATHER, Collective.SCATTER):
-        check(ranks, list(cases_of(kind, size, [0, 1, size + 1, 1009, 60_013])), {"algo": "led"})
+        check(ranks, list(cases_of(kind, size, [0, 1, size + 1, 60_013])), {"algo": "led"})
         # A host of one rank, or whose ranks do not follow each other, would send as many messages when it is led.
         assert ranks.run(led_or_not, kind.label)[0] == ("direct" if hosts in ("aab", "abab") else "led")
 
@@ -312,7 +312,7 @@ def sequences(draw: st.DrawFn, size: int) -> list[tuple[Case, bool]]:
 
 @parametrize("size", [4, 2, 3], first=1)
 @given(data=st.data())
-@settings(max_examples=34, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=14, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_calls_one_after_another(pool: Pool, size: int, data: st.DataObject) -> None:
     pool(size).run(run_sequence, data.draw(sequences(size)))
 
@@ -339,7 +339,7 @@ def planned_cases(draw: st.DrawFn, size: int) -> tuple[Case, str, dict[str, Any]
 
 @parametrize("size", [3, 5, 2, 4], first=2)
 @given(data=st.data())
-@settings(max_examples=13, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_engine_does_what_the_plans_say(pool: Pool, size: int, data: st.DataObject) -> None:
     case, name, link = data.draw(planned_cases(size))
     got = pool(size).run(run_planned, case, {"algo": name, **link})

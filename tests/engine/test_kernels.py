@@ -196,7 +196,7 @@ def operands(draw: st.DrawFn) -> tuple[DType, ReduceOp, Array, Array]:
     return dtype, op, pair[0].view(part), pair[1].view(part)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(operands())
 def test_any_bits_reduce_as_numpy_and_alike_on_all_instruction_sets(case: tuple[DType, ReduceOp, Array, Array]) -> None:
     dtype, op, a, b = case
