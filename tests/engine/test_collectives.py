@@ -111,19 +111,18 @@ TABLE = [(dtype.label, op.label) for dtype in DType for op in ReduceOp if suppor
 
 @pytest.mark.parametrize("dtype", [dtype.label for dtype in DType])
 def test_every_type_with_every_reduction(pool: Pool, dtype: str) -> None:
-    """Counts around the width of vectors, odd alignments, and the streaming sizes; two ranks, so one addition each."""
+    """Counts around the width of vectors, odd alignments, and the streaming sizes, to which it is all one what is
+    reduced; two ranks, so one addition each."""
     ops = [op for name, op in TABLE if name == dtype]
-    counts = (1, 17, 64, 1021, 40_000)
-    cases = [Case("allreduce", dtype, n, op, seed=n, shift=n % 7, inplace=n % 2 == 0) for op in ops for n in counts]
+    rows = [(op, n) for op in ops for n in (1, 17, 64, 1021)] + [(op, 40_000) for op in ops if op in ("sum", "avg")]
+    cases = [Case("allreduce", dtype, n, op, seed=n, shift=n % 7, inplace=n % 2 == 0) for op, n in rows]
     check(pool(2), cases, {})
 
 
 @parametrize("dtype", ["float32", "bfloat16", "float64", "float16", "complex64", "float8_e4m3fn"], first=2)
 @parametrize("size", [3, 5], first=1)
 def test_rounded_sums_are_the_same_bits_on_all_ranks(pool: Pool, size: int, dtype: str) -> None:
-    cases = [
-        Case("allreduce", dtype, n, op, seed=n, exact=False) for n in (1, 6, 1000, 30_011) for op in ("sum", "avg")
-    ]
+    cases = [Case("allreduce", dtype, n, op, seed=n, exact=False) for n in (6, 1000, 30_011) for op in ("sum", "avg")]
     for name in (None, *collectives_names("allreduce", size)):
         check(pool(size), cases, {} if name is None else {"algo": name})
 
@@ -265,7 +264,7 @@ def test_long_sums_go_by_stretches_where_slots_are_not_claimed(pool: Pool) -> No
 
 
 def test_asynchronous_calls_give_the_same(pool: Pool) -> None:
-    cases = [case for kind in KINDS for case in cases_of(kind, 3, [0, 1, 1009, 50_000])]
+    cases = [case for kind in KINDS for case in cases_of(kind, 3, [0, 1, 1009, 20_011])]
     check(pool(3), cases, {}, async_op=True)
     check(pool(3), cases, {"transport": "tcp"}, async_op=True)
 

@@ -104,7 +104,7 @@ def test_one_rank_that_is_left(launch: Launch, algorithm: str, how: Callable[...
 
 
 def test_logical_reductions_give_truth_values_on_one_rank(pool: Pool) -> None:
-    pool(1).run(run_cases, truths((0, 1, 7, 70_001)), {})
+    pool(1).run(run_cases, truths((0, 1, 70_001)), {})
 
 
 def _forced_truths(comm: hetcoll.Communicator) -> None:
