@@ -261,8 +261,9 @@ def test_what_is_chosen_is_judged_by_what_is_measured(tmp_path: Path, capsys: py
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """On a machine that is busy all the same it says so, and keeps nothing."""
-    done = _hetcoll("tune", "-n", "2", "--transport", "shm", "--sizes", "8", "64K", HETCOLL_CACHE=str(tmp_path))
+    """On a machine that is busy all the same it says so, and keeps nothing. A size that is named twice is measured
+    once."""
+    done = _hetcoll("tune", "-n", "2", "--transport", "shm", "--sizes", "64K", "65536", HETCOLL_CACHE=str(tmp_path))
     files = list(tmp_path.glob("tuned-*.toml"))
     if done.returncode != 0:
         assert "wanted a machine that does nothing else. Nothing was kept" in done.stderr
@@ -271,6 +272,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert files == [Path(place(str(tmp_path)))]
     measured = tuned.read(files[0].read_text(), "file").times
     assert [one.collective for one in measured] == [*KINDS_INSIDE]
+    assert {one.nbytes for one in measured} == {(64 << 10,)}
     assert all(one.rows()[-1][0] == tuner.UNLIMITED for one in measured)
     assert "HETCOLL_TUNED=none goes without it" in done.stdout
 
