@@ -38,7 +38,7 @@ def _hetcoll(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, env=os.environ | env, check=False)
 
 
-def measure(comm: hetcoll.Communicator, sizes: Sequence[int], turns: int = 2) -> list[tuned.Measured]:
+def measure(comm: hetcoll.Communicator, sizes: Sequence[int]) -> list[tuned.Measured]:
     """With a clock by which the algorithms of longer names are faster: what they are bound to is what runs."""
 
     def clock(child: hetcoll.Communicator, kind: Collective, nbytes: int, _: object) -> float:
@@ -50,9 +50,7 @@ def measure(comm: hetcoll.Communicator, sizes: Sequence[int], turns: int = 2) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "_time", clock)
-        patch.setattr(tuning, "_TURNS", turns)  # each takes as long by that clock
-        if turns < 2:
-            patch.setattr(tuning, "_check_alike", lambda *_: None)  # which compares them
+        patch.setattr(tuning, "_TURNS", 2)  # each takes as long by that clock
         return tuning.measure(comm, sizes)
 
 
@@ -74,7 +72,7 @@ def test_every_algorithm_that_may_be_chosen_is_measured(pool: Callable[..., Rank
 def between(comm: hetcoll.Communicator) -> tuple[list[tuned.Measured], tuple[tuned.Between, ...]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "_MESSAGES", 4)  # so many are a network's times, too, which here may be any
-        return measure(comm, (8,), turns=1), tuning.networks(comm)
+        return measure(comm, (8,)), tuning.networks(comm)
 
 
 def test_among_hosts_all_to_alls_and_the_network_are_measured(pool: Callable[..., Ranks]) -> None:
