@@ -29,7 +29,7 @@ settings.load_profile("patient")
 _LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _COSTS = {"verbs": 1000, "slow": 50, "fakes": 10}  # of a test with this mark, in tests without one
 _FOLDERS = {"cli": 6, "transport": 6, "job": 4}  # the same of those that start programs
-_MOST = 32 // _LANES  # idle processes kept for later tests, by each lane
+_MOST = 48 // _LANES  # idle processes kept for later tests, by each lane
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

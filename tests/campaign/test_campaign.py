@@ -16,7 +16,7 @@ from .program import NETWORK, draw
 pytestmark = pytest.mark.fakes  # one seed of fifty wants them
 
 SEEDS = 2000
-FEW, PARTS = 40, 20
+FEW, PARTS = 20, 20
 """The first part has few seeds, the others share the rest: a lane's start takes as long as 25 seeds."""
 LANES = 2 if "PYTEST_XDIST_WORKER" in os.environ else (os.cpu_count() or 1) + 1  # others fill the processors
 FOUND = ((23961, ""), (24627, "kill"), (38830, ""), (213, "truncate"), (788, "truncate"), (4064, "truncate"))

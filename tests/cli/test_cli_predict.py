@@ -66,6 +66,9 @@ def test_a_plot_is_drawn_or_its_extra_named(
     assert "<svg" in (tmp_path / "out.svg").read_text()
 
 
+EIGHT = [CPUS, "allreduce", "--sizes", "8"]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -74,11 +77,11 @@ def test_a_plot_is_drawn_or_its_extra_named(
         (["FOLDER", "allreduce"], "Is a directory"), (["BYTES", "allreduce"], "wanted text, got 'utf-8' codec"),
         ([CPUS, "allreduce", "--sizes", "1G..1K"], "--sizes wants bytes"),
         ([CPUS, "allreduce", "--algo", "circle"], "no algorithm 'circle' for allreduce"),
-        ([CPUS, "allreduce", "--what-if", "x"], "wanted KEY=VALUE"),
-        ([CPUS, "allreduce", "--what-if", f"hosts.server.speed={10**400}"], "wanted a number above 0, got 1000"),
-        ([CPUS, "allreduce", "--what-if", "hosts.server.speed=inf"], "wanted a number above 0, got inf"),
-        ([CPUS, "allreduce", "--what-if", "hosts.server.latency=1e999 s"], "wanted a time in a string"),
-        ([CPUS, "allreduce", "--what-if", "hosts.server.nic=1e999 GB/s"], "wanted a bandwidth in a string"),
+        ([*EIGHT, "--what-if", "x"], "wanted KEY=VALUE"),
+        ([*EIGHT, "--what-if", f"hosts.server.speed={10**400}"], "wanted a number above 0, got 1000"),
+        ([*EIGHT, "--what-if", "hosts.server.speed=inf"], "wanted a number above 0, got inf"),
+        ([*EIGHT, "--what-if", "hosts.server.latency=1e999 s"], "wanted a time in a string"),
+        ([*EIGHT, "--what-if", "hosts.server.nic=1e999 GB/s"], "wanted a bandwidth in a string"),
         ([CPUS, "p2p"], "no algorithm for p2p among these ranks"),
         (["allreduce", "ring", "--trace", "x"], "--trace is for cluster files"),
         ([CPUS, "allreduce", "--sizes", "8", "--trace", "/nowhere/x"], "--trace /nowhere/x: No such file"),

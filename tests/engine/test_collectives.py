@@ -111,19 +111,18 @@ TABLE = [(dtype.label, op.label) for dtype in DType for op in ReduceOp if suppor
 
 @pytest.mark.parametrize("dtype", [dtype.label for dtype in DType])
 def test_every_type_with_every_reduction(pool: Pool, dtype: str) -> None:
-    """Counts around the width of vectors, odd alignments, and the streaming sizes; two ranks, so one addition each."""
+    """Counts around the width of vectors, odd alignments, and the streaming sizes, to which it is all one what is
+    reduced; two ranks, so one addition each."""
     ops = [op for name, op in TABLE if name == dtype]
-    counts = (1, 3, 17, 64, 1021, 40_000)
-    cases = [Case("allreduce", dtype, n, op, seed=n, shift=n % 7, inplace=n % 2 == 0) for op in ops for n in counts]
+    rows = [(op, n) for op in ops for n in (1, 17, 64, 1021)] + [(op, 40_000) for op in ops if op in ("sum", "avg")]
+    cases = [Case("allreduce", dtype, n, op, seed=n, shift=n % 7, inplace=n % 2 == 0) for op, n in rows]
     check(pool(2), cases, {})
 
 
 @parametrize("dtype", ["float32", "bfloat16", "float64", "float16", "complex64", "float8_e4m3fn"], first=2)
 @parametrize("size", [3, 5], first=1)
 def test_rounded_sums_are_the_same_bits_on_all_ranks(pool: Pool, size: int, dtype: str) -> None:
-    cases = [
-        Case("allreduce", dtype, n, op, seed=n, exact=False) for n in (1, 6, 1000, 30_011) for op in ("sum", "avg")
-    ]
+    cases = [Case("allreduce", dtype, n, op, seed=n, exact=False) for n in (6, 1000, 30_011) for op in ("sum", "avg")]
     for name in (None, *collectives_names("allreduce", size)):
         check(pool(size), cases, {} if name is None else {"algo": name})
 
@@ -178,7 +177,7 @@ def test_every_algorithm_among_hosts(pool: Pool, hosts: str) -> None:
     for kind in AMONG:
         for name, entry in ALGORITHMS[kind].items():
             if runs_among(entry) and entry.supports(len(set(hosts))):
-                cases = list(cases_of(kind, size, [0, 1, size + 1, 1009, 60_013]))
+                cases = list(cases_of(kind, size, [0, 1, size + 1, 60_013]))
                 check(ranks, cases, {"algo": name})
                 forms = ranks.run(placed, kind.label, name)[0]
                 assert forms == [f"among {len(set(hosts))} hosts"] * 2
@@ -188,7 +187,7 @@ def test_every_algorithm_among_hosts(pool: Pool, hosts: str) -> None:
 def test_gather_and_scatter_are_led_where_bytes_are_few(pool: Pool, hosts: str) -> None:
     size, ranks = len(hosts), pool(len(hosts), HETCOLL_HOST_ID=tuple(hosts))
     for kind in (Collective.GATHER, Collective.SCATTER):
-        check(ranks, list(cases_of(kind, size, [0, 1, size + 1, 1009, 60_013])), {"algo": "led"})
+        check(ranks, list(cases_of(kind, size, [0, 1, size + 1, 60_013])), {"algo": "led"})
         # A host of one rank, or whose ranks do not follow each other, would send as many messages when it is led.
         assert ranks.run(led_or_not, kind.label)[0] == ("direct" if hosts in ("aab", "abab") else "led")
 
@@ -265,7 +264,7 @@ def test_long_sums_go_by_stretches_where_slots_are_not_claimed(pool: Pool) -> No
 
 
 def test_asynchronous_calls_give_the_same(pool: Pool) -> None:
-    cases = [case for kind in KINDS for case in cases_of(kind, 3, [0, 1, 1009, 50_000])]
+    cases = [case for kind in KINDS for case in cases_of(kind, 3, [0, 1, 1009, 20_011])]
     check(pool(3), cases, {}, async_op=True)
     check(pool(3), cases, {"transport": "tcp"}, async_op=True)
 
@@ -312,7 +311,7 @@ def sequences(draw: st.DrawFn, size: int) -> list[tuple[Case, bool]]:
 
 @parametrize("size", [4, 2, 3], first=1)
 @given(data=st.data())
-@settings(max_examples=34, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=14, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_calls_one_after_another(pool: Pool, size: int, data: st.DataObject) -> None:
     pool(size).run(run_sequence, data.draw(sequences(size)))
 
@@ -339,7 +338,7 @@ def planned_cases(draw: st.DrawFn, size: int) -> tuple[Case, str, dict[str, Any]
 
 @parametrize("size", [3, 5, 2, 4], first=2)
 @given(data=st.data())
-@settings(max_examples=13, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_engine_does_what_the_plans_say(pool: Pool, size: int, data: st.DataObject) -> None:
     case, name, link = data.draw(planned_cases(size))
     got = pool(size).run(run_planned, case, {"algo": name, **link})

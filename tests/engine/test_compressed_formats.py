@@ -43,7 +43,7 @@ def native_wire(x: Array, dtype: DType, form: Format) -> bytes:
 
 
 @pytest.mark.parametrize(("dtype", "form"), KINDS)
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.integers(0, 200), seed=st.integers(0, 1 << 20), residual=st.booleans(), clean=st.booleans())
 def test_formats_are_those_of_numpy(
     isa: str, dtype: DType, form: Format, count: int, seed: int, residual: bool, clean: bool

@@ -197,8 +197,8 @@ def spoil_message(whole: hetcoll.Communicator, form: Callable[[Any, Any], Any]) 
     return ""
 
 
-def test_messages_that_are_spoiled(launch: Launch) -> None:
-    one, other = launch(2, HETCOLL_CHECK="1").run(spoil_messages)
+def test_messages_that_are_spoiled(pool: Pool) -> None:
+    one, other = pool(2, HETCOLL_CHECK="1").run(spoil_messages)
     assert one == other
     for name, text in one.items():
         wanted = (
@@ -334,8 +334,8 @@ def spoil(whole: hetcoll.Communicator, async_op: bool) -> str:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_results_that_differ(launch: Launch, async_op: bool) -> None:
-    (text,) = set(launch(SIZE, HETCOLL_CHECK="1").run(spoil, async_op))
+def test_results_that_differ(pool: Pool, async_op: bool) -> None:
+    (text,) = set(pool(SIZE, HETCOLL_CHECK="1").run(spoil, async_op))
     wanted = (
         r"HETCOLL_CHECK: the result of allreduce\(.*\) is not the same everywhere: ranks 0-1: \w{16}; rank 2: \w{16}"
     )
@@ -384,8 +384,8 @@ def spoil_result(whole: hetcoll.Communicator, name: str, async_op: bool) -> str:
     return ""
 
 
-def test_a_result_that_is_not_what_the_inputs_make(launch: Launch) -> None:
-    one, *others = launch(SIZE, HETCOLL_CHECK="1").run(spoil_results)
+def test_a_result_that_is_not_what_the_inputs_make(pool: Pool) -> None:
+    one, *others = pool(SIZE, HETCOLL_CHECK="1").run(spoil_results)
     assert all(each == one for each in others)
     for (name, async_op), text in one.items():
         assert text.startswith(f"HETCOLL_CHECK: the result of {name}("), (name, async_op, text)

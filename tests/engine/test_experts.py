@@ -52,7 +52,7 @@ def test_any_routing(
 ) -> None:
     ranks = pool(size, **link)
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=6, deadline=None)
     @given(cases(size))
     def run(case: Case) -> None:
         ranks.run(form, case, dtype, fp8)

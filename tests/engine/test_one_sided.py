@@ -77,7 +77,7 @@ def put_and_get(comm: hetcoll.Communicator, config: dict[str, Any], calls: list[
 def test_random_pieces(pool: Pool, link: str) -> None:
     ranks = pool(3)
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=5, deadline=None)
     @given(CALLS)
     def check(calls: list[Any]) -> None:
         ranks.run(put_and_get, LINKS[link], calls)

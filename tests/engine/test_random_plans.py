@@ -26,8 +26,9 @@ from hetcoll.plan.simulator import PlanError, check
 from hetcoll.types import Collective
 
 Pool = Callable[..., Ranks]
-EXAMPLES = int(os.environ.get("HETCOLL_RANDOM_PLANS", "14"))  # of each transport; more of them make a campaign
-SIZES = range(2, 9)  # one after another, whose ranks stay for all examples of a size
+EXAMPLES = int(os.environ.get("HETCOLL_RANDOM_PLANS", "10"))  # of each transport; more of them make a campaign
+# One after another, whose ranks stay for all examples of a size.
+SIZES = range(2, 9) if "HETCOLL_RANDOM_PLANS" in os.environ else (2, 3, 4, 6, 8)
 COUNTS = (3, 40_000)  # of int64: the second is long enough to be lent
 
 

@@ -96,8 +96,8 @@ def sample(whole: hetcoll.Communicator) -> tuple[list[int], int, str]:
     return checked, came, str(error)
 
 
-def test_what_is_spoiled_in_memory_is_found_within_so_many_calls(launch: Callable[..., Ranks]) -> None:
-    for checked, came, error in launch(SIZE).run(sample):
+def test_what_is_spoiled_in_memory_is_found_within_so_many_calls(pool: Callable[..., Ranks]) -> None:
+    for checked, came, error in pool(SIZE).run(sample):
         assert checked == [1, 3, 5, 7, 9], "calls that are checked, of what is finite and of what is not"
         assert came <= EVERY - SKIPPED + 1
         assert "HETCOLL_CHECK: the result of allreduce(float32, count=2, op=sum) on rank 1 is wrong: sum of" in error
@@ -150,8 +150,8 @@ def spoil_one(whole: hetcoll.Communicator, name: str, spoils: str, waits: str) -
 
 
 @pytest.mark.parametrize("waits", ["wait", "done", "not at all"])
-def test_an_asynchronous_sum_that_is_spoiled_is_found_on_every_rank(launch: Callable[..., Ranks], waits: str) -> None:
-    one, *others = launch(SIZE).run(spoil, "result", waits)
+def test_an_asynchronous_sum_that_is_spoiled_is_found_on_every_rank(pool: Callable[..., Ranks], waits: str) -> None:
+    one, *others = pool(SIZE).run(spoil, "result", waits)
     assert all(each == one for each in others)
     for name, text in one.items():
         kind = name.replace("in place", "allreduce")
@@ -159,8 +159,8 @@ def test_an_asynchronous_sum_that_is_spoiled_is_found_on_every_rank(launch: Call
         assert " on rank 1 is wrong: " in text, (name, text)
 
 
-def test_input_that_is_spoiled_before_it_is_summed_is_found(launch: Callable[..., Ranks]) -> None:
-    for found in launch(SIZE).run(spoil, "input", "wait"):
+def test_input_that_is_spoiled_before_it_is_summed_is_found(pool: Callable[..., Ranks]) -> None:
+    for found in pool(SIZE).run(spoil, "input", "wait"):
         for name, text in found.items():
             assert "HETCOLL_CHECK: the result of " in text, (name, text)
             assert " is wrong: " in text, (name, text)
@@ -190,8 +190,8 @@ def call_among_others(whole: hetcoll.Communicator) -> None:
     comm.close()
 
 
-def test_an_asynchronous_sum_that_is_checked_disturbs_no_others(launch: Callable[..., Ranks]) -> None:
-    launch(SIZE).run(call_among_others)
+def test_an_asynchronous_sum_that_is_checked_disturbs_no_others(pool: Callable[..., Ranks]) -> None:
+    pool(SIZE).run(call_among_others)
 
 
 def end_in_flight(whole: hetcoll.Communicator, aborts: bool) -> None:
@@ -217,5 +217,5 @@ def end_in_flight(whole: hetcoll.Communicator, aborts: bool) -> None:
 
 
 @pytest.mark.parametrize("aborts", [True, False])
-def test_one_that_is_in_flight_at_the_end_leaves_nothing(launch: Callable[..., Ranks], aborts: bool) -> None:
-    launch(SIZE).run(end_in_flight, aborts)
+def test_one_that_is_in_flight_at_the_end_leaves_nothing(pool: Callable[..., Ranks], aborts: bool) -> None:
+    pool(SIZE).run(end_in_flight, aborts)

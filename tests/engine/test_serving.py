@@ -35,7 +35,7 @@ def part(layout: CacheLayout, cache: Any, member: int) -> Any:
     return np.ascontiguousarray(mine.transpose([AXES.index(axis) for axis in layout.axes]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=24)
 @given(st.data())
 def test_pieces_move_the_heads_that_numpy_would(data: st.DataObject) -> None:
     heads = data.draw(st.sampled_from([1, 2, 4, 8]))

@@ -60,8 +60,8 @@ def first_allreduces(comm: hetcoll.Communicator, threads: int) -> list[list[floa
 
 @TRANSPORTS
 @pytest.mark.parametrize("threads", [2, 5])
-def test_threads_that_begin_with_the_same_call(launch: Launch, transport: str, threads: int) -> None:
-    for found in launch(3, HETCOLL_TRANSPORT=transport).run(first_allreduces, threads):
+def test_threads_that_begin_with_the_same_call(pool: Launch, transport: str, threads: int) -> None:
+    for found in pool(3, HETCOLL_TRANSPORT=transport).run(first_allreduces, threads):
         assert found == [[6.0] * 2 * threads] * 4
 
 
@@ -95,8 +95,8 @@ def first_messages(comm: hetcoll.Communicator) -> int:
 
 
 @TRANSPORTS
-def test_threads_that_begin_with_messages(launch: Launch, transport: str) -> None:
-    assert launch(3, HETCOLL_TRANSPORT=transport).run(first_messages) == [0, 0, 0]
+def test_threads_that_begin_with_messages(pool: Launch, transport: str) -> None:
+    assert pool(3, HETCOLL_TRANSPORT=transport).run(first_messages) == [0, 0, 0]
 
 
 def a_thread_waits_for_another_rank(comm: hetcoll.Communicator) -> list[float]:
@@ -148,8 +148,8 @@ def collectives_in_order(comm: hetcoll.Communicator, times: int) -> int:
 
 
 @TRANSPORTS
-def test_collectives_that_threads_begin_in_one_order(launch: Launch, transport: str) -> None:
-    assert launch(3, HETCOLL_TRANSPORT=transport).run(collectives_in_order, 20) == [0, 0, 0]
+def test_collectives_that_threads_begin_in_one_order(pool: Launch, transport: str) -> None:
+    assert pool(3, HETCOLL_TRANSPORT=transport).run(collectives_in_order, 20) == [0, 0, 0]
 
 
 def all_at_once(comm: hetcoll.Communicator, times: int) -> int:
@@ -218,7 +218,7 @@ def all_at_once(comm: hetcoll.Communicator, times: int) -> int:
 
 @TRANSPORTS
 def test_threads_that_do_everything_at_once(launch: Launch, transport: str) -> None:
-    assert launch(2, HETCOLL_TRANSPORT=transport).run(all_at_once, 100) == [0, 0]
+    assert launch(2, HETCOLL_TRANSPORT=transport).run(all_at_once, 40) == [0, 0]
 
 
 def collectives_in_another_order(comm: hetcoll.Communicator) -> str:
@@ -322,8 +322,8 @@ def started_twice(comm: hetcoll.Communicator, times: int) -> int:
     return refused
 
 
-def test_threads_that_start_one_operation(launch: Launch) -> None:
-    assert launch(2).run(started_twice, 20) == [20, 20]
+def test_threads_that_start_one_operation(pool: Launch) -> None:
+    assert pool(2).run(started_twice, 20) == [20, 20]
 
 
 def test_nothing_turns_the_gil_on(launch: Launch) -> None:
@@ -359,9 +359,9 @@ def groups_at_once(comm: hetcoll.Communicator) -> list[list[float]]:
     return [x.tolist() for x in (first, second, third)]
 
 
-def test_groups_of_several_threads(launch: Launch) -> None:
+def test_groups_of_several_threads(pool: Launch) -> None:
     wanted = [[1.0] * 5, [1.0] * 5, [3.0] * 5]
-    assert launch(2).run(groups_at_once) == [wanted] * 2
+    assert pool(2).run(groups_at_once) == [wanted] * 2
 
 
 def quick_groups(comm: hetcoll.Communicator, times: int) -> int:
@@ -381,5 +381,5 @@ def quick_groups(comm: hetcoll.Communicator, times: int) -> int:
     return sum(together(*(functools.partial(exchange, peer) for peer in range(3) if peer != comm.rank)))
 
 
-def test_groups_that_begin_and_end_beside_each_other(launch: Launch) -> None:
-    assert launch(3).run(quick_groups, 100) == [0, 0, 0]
+def test_groups_that_begin_and_end_beside_each_other(pool: Launch) -> None:
+    assert pool(3).run(quick_groups, 50) == [0, 0, 0]

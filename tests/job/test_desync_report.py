@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetcoll.health.desync_report import (
@@ -50,6 +50,7 @@ answers = st.builds(
 
 
 @given(answers)
+@settings(max_examples=40)
 def test_answers_travel_whole(answer: Answer) -> None:
     assert Answer.decode(answer.encode()) == answer
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("small_trees")
 PHASES = ("nothing", "an exchange", "a question", "a verdict", "goodbyes")
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(phase=st.sampled_from(PHASES), deep=st.booleans(), which=st.integers(0, 7))
 def test_a_relay_that_dies_is_lost_and_nobody_else(phase: str, deep: bool, which: int) -> None:
     with closing(Job()) as job:
@@ -211,6 +211,7 @@ def test_a_relay_that_was_given_up_too_early_comes_again(monkeypatch: pytest.Mon
         while time.monotonic() < until:
             answers, _ = job.ranks[0].client.query(WORLD, b"?", 20)
             assert answers == {rank: b"%d" % rank for rank in range(32)}
+            time.sleep(0.1)  # so often is enough to see who is missing
         assert not [event for each in job.ranks for event in each.seen if isinstance(event, Lost)]
 
 

@@ -195,7 +195,7 @@ class Returning(RuleBasedStateMachine):
 
 
 TestReturning = Returning.TestCase
-TestReturning.settings = settings(max_examples=200, stateful_step_count=30)
+TestReturning.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 def test_who_has_asked_on_still_knows_the_answer_that_others_have_not_read() -> None:

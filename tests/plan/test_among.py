@@ -59,7 +59,7 @@ def test_they_are_proved_whole_and_in_pieces(entry: Algorithm) -> None:
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_any_islands_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     islands = data.draw(any_groups())
     n, m = sum(map(len, islands)), len(islands)
@@ -113,9 +113,10 @@ def test_a_ring_has_two_neighbours_and_no_more_bytes_than_direct(sizes: tuple[in
     where = {r: i for i, island in enumerate(islands) for r in island}
     for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
         plans = build(find(kind, "ring"), islands)
-        direct = [ISLANDS[kind].build(plans[0].size, r, hosts=islands) for r in range(plans[0].size)]
-        for island in islands if kind is Collective.ALLREDUCE or len(set(sizes)) == 1 else ():
-            assert sent(plans, island) == pytest.approx(sent(direct, island))
+        if kind is Collective.ALLREDUCE or len(set(sizes)) == 1:
+            direct = [ISLANDS[kind].build(plans[0].size, r, hosts=islands) for r in range(plans[0].size)]
+            for island in islands:
+                assert sent(plans, island) == pytest.approx(sent(direct, island))
         for plan in plans:
             near = {where[peer] - where[plan.rank] for peer, _ in plan.edges}
             assert near <= {1, -1, m - 1, 1 - m}
@@ -130,10 +131,10 @@ def sent(plans: list[Plan], island: tuple[int, ...]) -> float:
 
 
 def test_what_a_user_writes_runs_among_islands() -> None:
-    for islands in SHAPES:
-        for scale in (False, True):
-            plans = build(Algorithm("star", Collective.ALLREDUCE, star), islands, scale=scale)
-            prove(plans, inplace=scale, scale=scale, credits=1)
+    for turn, islands in enumerate(SHAPES):
+        scale = turn % 2 == 1
+        plans = build(Algorithm("star", Collective.ALLREDUCE, star), islands, scale=scale)
+        prove(plans, inplace=scale, scale=scale, credits=1)
 
 
 def test_what_cannot_be_had_is_said() -> None:
@@ -149,7 +150,7 @@ def test_what_cannot_be_had_is_said() -> None:
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=11)
 def test_each_rank_has_its_row_of_an_order_of_all_from_its_own_plan(data: st.DataObject) -> None:
     """With what `GpuPlans` knows, compared to the plans of all ranks: pieces, what waits for what, who meets whom."""
     islands = data.draw(st.one_of(st.sampled_from([((1,), (0,)), ((2,), (0,), (1,))]), any_islands()))

@@ -42,13 +42,13 @@ def build(
 @FORMS
 @parametrize("entry", ALL, first=2)
 def test_they_are_proved_for_hosts_of_any_sizes(entry: Algorithm, form: bool) -> None:
-    for hosts in (hosts for hosts in SHAPES if entry.supports(len(hosts))):
+    """In place or not, for a sum and for an average, each with every second shape."""
+    for turn, hosts in enumerate(hosts for hosts in SHAPES if entry.supports(len(hosts))):
         n = sum(map(len, hosts))
         for root in sorted({0, n // 2, n - 1}) if entry.collective in ROOTED else [0]:
             for scale in (False, True) if entry.collective in REDUCING else (False,):
                 plans = build(entry, hosts, form, root=root, scale=scale)
-                for inplace in (False, True):
-                    check(plans, inplace=inplace, scale=scale)
+                check(plans, inplace=(turn + scale) % 2 == 0, scale=scale)
 
 
 @FORMS
@@ -63,12 +63,15 @@ def test_the_shapes_of_many_ranks_are_proved(sizes: tuple[int, ...], form: bool)
 
 @parametrize("kind", [Collective.ALLREDUCE, Collective.REDUCE_SCATTER], first=1)
 def test_compressed_plans_are_proved(kind: Collective) -> None:
-    for hosts, scale, inplace in product(SHAPES, (False, True), (False, True)):
-        check(build(find(kind, "direct"), hosts, False, scale=scale, compress=True), scale=scale, inplace=inplace)
+    """As above."""
+    for turn, hosts in enumerate(SHAPES):
+        for scale in (False, True):
+            plans = build(find(kind, "direct"), hosts, False, scale=scale, compress=True)
+            check(plans, scale=scale, inplace=(turn + scale) % 2 == 0)
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=24)
 def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     hosts = data.draw(any_groups())
     n = sum(map(len, hosts))

@@ -25,7 +25,7 @@ FEW = [entry for entry in EVERY if entry.likeness is not None]
 
 
 @given(st.data())
-@settings(max_examples=90)
+@settings(max_examples=36)
 def test_few_plans_order_as_all_do(data: st.DataObject) -> None:
     """Islands of any sizes and ranks, or ranks that are islands each."""
     entry = data.draw(st.sampled_from(FEW))

@@ -71,13 +71,14 @@ def test_every_collective_has_a_plan_over_islands() -> None:
 
 @parametrize("a", ALL, first=3)
 def test_plans_are_proved_for_islands_of_any_sizes(a: Algorithm) -> None:
-    for islands in SHAPES:
+    """With as many slots as they want, in place or not; and with one and with three, each with every second shape."""
+    for turn, islands in enumerate(SHAPES):
         for plans, scale in variants(a, islands):
             for inplace in (False, True):
                 check(plans, inplace=inplace, scale=scale)
-            for credits in (1, 3):
-                check(plans, credits=credits, inplace=True, scale=scale)
-                serialisable(plans, Waits(plans, credits).orders(), credits)
+            credits = (1, 3)[(turn + scale) % 2]
+            check(plans, credits=credits, inplace=True, scale=scale)
+            serialisable(plans, Waits(plans, credits).orders(), credits)
 
 
 @pytest.mark.parametrize("a", ALL)
@@ -120,7 +121,7 @@ def any_plans(draw: st.DrawFn) -> tuple[Algorithm, bool, list[Plan]]:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=55)
 def test_any_islands_are_proved(data: st.DataObject) -> None:
     _, scale, plans = data.draw(any_plans())
     check(plans, inplace=data.draw(st.booleans()), scale=scale)
@@ -129,7 +130,7 @@ def test_any_islands_are_proved(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=250)
+@settings(max_examples=90)
 def test_they_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     a, _, plans = data.draw(any_plans())
     n = len(plans)

@@ -94,7 +94,7 @@ def between(mine: Round, source: int, target: int) -> list[Message]:
     return [each for each in mine.messages if (each.source, each.target) == (source, target)]
 
 
-@settings(max_examples=400)
+@settings(max_examples=140)
 @given(exchanges(), st.sampled_from([1, 20, GRAIN]), st.sampled_from([1, 40, BATCH]))
 def test_every_element_comes_once_and_from_where_it_was(
     exchange: tuple[Topology, tuple[Move, ...]], grain: int, batch: int
@@ -146,7 +146,7 @@ def bytes_of(message: Message, moves: Sequence[Move]) -> int:
     return sum(volume(piece.box) * moves[piece.array].dtype.itemsize for piece in message.pieces)
 
 
-@settings(max_examples=150)
+@settings(max_examples=55)
 @given(st.data())
 def test_what_lies_in_one_piece(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import parametrize
 from topologies import any_islands, side_by_side
 from waits import proved
 
@@ -41,7 +42,7 @@ NEEDED = [  # what turns does so where all ranks do alike; GPUs compress by `isl
 
 @pytest.mark.parametrize(("entry", "way"), NEEDED)
 @given(st.data())
-@settings(max_examples=25)
+@settings(max_examples=9)
 def test_what_goes_in_rounds_has_an_order(entry: Algorithm, way: str, data: st.DataObject) -> None:
     """Of a few ranks, where as few islands as there are count as many."""
     many, whole, inside = data.draw(any_islands().filter(lambda x: len(x) > 1)), entry, True
@@ -64,7 +65,7 @@ def test_what_goes_in_rounds_has_an_order(entry: Algorithm, way: str, data: st.D
     proved([ordered(frame, made) for frame in frames], pipelined(plans, *made[:2]), many)
 
 
-@pytest.mark.parametrize("islands", [8, 48, 1024, 2048])
+@parametrize("islands", [8, 48, 2048, 1024], first=3)
 @pytest.mark.parametrize(("entry", "way"), NEEDED)
 def test_both_ends_of_a_message_agree_and_take_few_calls(entry: Algorithm, way: str, islands: int) -> None:
     """Among ranks that are islands each, and islands of 8 where there is such a way: three ranks of them."""

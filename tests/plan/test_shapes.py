@@ -146,7 +146,7 @@ def test_1024_ranks_are_proved_in_a_gigabyte(sizes: tuple[int, ...], kind: Colle
 
 
 @given(st.data())
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_any_partition_of_many_ranks_is_proved(data: st.DataObject) -> None:
     """Up to some 64 ranks, on islands of any sizes."""
     sizes: list[int] = []
@@ -202,7 +202,7 @@ def bounded(sizes: Sequence[int], kind: Collective, rank: int, root: int) -> Non
 @parametrize("sizes", MANY, first=4, ids=lambda sizes: f"{len(sizes)} islands, {sum(sizes)} ranks")
 def test_of_4096_ranks_each_draws_its_own(sizes: tuple[int, ...], kind: Collective) -> None:
     n = sum(sizes)
-    for rank in (n // 2, n - 1):
+    for rank in (n // 2, n - 1) if kind in ROOTED else (n // 2,):
         bounded(sizes, kind, rank, n - 1 if kind in ROOTED else 0)
 
 
@@ -233,7 +233,7 @@ def test_a_rank_keeps_what_it_uses(sizes: tuple[int, ...], kind: Collective) -> 
 
 
 @given(st.data())
-@settings(max_examples=25)
+@settings(max_examples=9)
 def test_any_partition_in_pieces_fits_its_slots_and_is_right(data: st.DataObject) -> None:
     """Any sizes of islands, any counts from 0 on: pieces are proved, come to NumPy's result and fit their slots."""
     sizes = data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=4))

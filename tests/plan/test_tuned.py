@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from topologies import cluster
 
@@ -49,6 +49,7 @@ def measurements(draw: st.DrawFn) -> Measured:
 
 
 @given(st.lists(measurements(), max_size=4))
+@settings(max_examples=34)
 def test_what_is_written_is_read(measured: list[Measured]) -> None:
     found = read(write(Tuned(tuple(measured)), ["about", "it"]), "file").times
     assert [one[:3] for one in found] == [one[:3] for one in measured]
@@ -59,6 +60,7 @@ def test_what_is_written_is_read(measured: list[Measured]) -> None:
 
 
 @given(measurements())
+@settings(max_examples=34)
 def test_the_fastest_is_chosen_at_each_size_but_for_a_little(one: Measured) -> None:
     rows = one.rows()
     assert [upper for upper, _ in rows] == sorted({upper for upper, _ in rows})

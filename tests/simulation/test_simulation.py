@@ -10,7 +10,7 @@ from .job import draw
 from .lanes import Result, campaign
 
 SEEDS = 3000
-PARTS = 30
+PARTS = 60
 FOUND = {
     "away": (
         *(94000056, 94000095),  # rank 0 woke and took some for dead that had gone elsewhere
