@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
 
-def build_parser() -> argparse.ArgumentParser:
+COMMANDS = {
+    "perf": "measure and verify collectives, in nccl-tests' table",
+    "run": "start ranks of a program, here or on several hosts",
+    "deploy": "print the manifest of a job for a Kubernetes cluster",
+    "digest": "name the first call in which two runs differ",
+    "doctor": "say what this machine lacks, and what to do about it",
+    "selftest": "check all collectives on the devices of this machine",
+    "topo": "show the ranks of a job and how they reach each other",
+    "top": "show what a running job does, and whom it waits for",
+    "explain": "say how a call of some size would run, and why",
+    "tune": "measure this machine, so that the fastest algorithms are chosen",
+    "simulate": "prove an algorithm's plans, or predict their time in a cluster",
+}
+"""Each subcommand is a module here, with its `add_arguments` and its `main`."""
+
+
+def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
     """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it, `refuse`
-    ends the program with that one's usage."""
+    ends the program with that one's usage. `asked`: only this one is loaded, if there is such a one; all together take twice as long."""
     from .. import __version__
-    from . import deploy, digest, doctor, explain, perf, run, selftest, simulate, top, topo, tune
 
     parser = argparse.ArgumentParser(prog="hetcoll", description="Collective communication: measure, start, inspect.")
     parser.add_argument("--version", action="version", version=f"hetcoll {__version__}")
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    about = {
-        "perf": (perf.add_arguments, perf.main, "measure and verify collectives, in nccl-tests' table"),
-        "run": (run.add_arguments, run.main, "start ranks of a program, here or on several hosts"),
-        "deploy": (deploy.add_arguments, deploy.main, "print the manifest of a job for a Kubernetes cluster"),
-        "digest": (digest.add_arguments, digest.main, "name the first call in which two runs differ"),
-        "doctor": (doctor.add_arguments, doctor.main, "say what this machine lacks, and what to do about it"),
-        "selftest": (selftest.add_arguments, selftest.main, "check all collectives on the devices of this machine"),
-        "topo": (topo.add_arguments, topo.main, "show the ranks of a job and how they reach each other"),
-        "top": (top.add_arguments, top.main, "show what a running job does, and whom it waits for"),
-        "explain": (explain.add_arguments, explain.main, "say how a call of some size would run, and why"),
-        "tune": (tune.add_arguments, tune.main, "measure this machine, so that the fastest algorithms are chosen"),
-        "simulate": (
-            simulate.add_arguments,
-            simulate.main,
-            "prove an algorithm's plans, or predict their time in a cluster",
-        ),
-    }
-    for name, (add_arguments, main_of, text) in about.items():
+    for name, text in COMMANDS.items():
         subparser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        add_arguments(subparser)
-        subparser.set_defaults(main=main_of, refuse=subparser.error)
+        if asked in (None, name):
+            module = importlib.import_module(f".{name}", __package__)
+            module.add_arguments(subparser)
+            subparser.set_defaults(main=module.main, refuse=subparser.error)
     return parser
 
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .. import HetcollError
 
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
+    parser = build_parser(next((word for word in words if not word.startswith("-")), ""))
     if not words:
         parser.print_help(sys.stderr)
         return 2
