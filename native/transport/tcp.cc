@@ -50,7 +50,7 @@ class TcpSend final : public SendEnd {
   void AddPoll(std::vector<pollfd>& fds) const override {
     const bool any = full_ && !course_.begun;
     for (std::uint32_t i = 0; i < sockets_->count(); ++i) {
-      if (any || i == course_.stripe) fds.push_back({sockets_->fd(i), static_cast<short>(full_ ? POLLOUT : 0), 0});
+      if (any || i == course_.stripe) fds.push_back({sockets_->fd(i), full_ ? sockets_->RoomEvents() : short{0}, 0});
     }
   }
   // A peer that has left acknowledges what is lent, as long as the connection stands.

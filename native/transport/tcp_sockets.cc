@@ -157,6 +157,8 @@ ssize_t Sockets::SendBehindTheEnd(const Stripe& s) {
   return -1;
 }
 
+short Sockets::RoomEvents() const { return until_end_ == kEnded ? POLLRDHUP : POLLOUT; }
+
 ssize_t Sockets::SendSpoiled(Stripe& s, const Parts& parts) {
   std::vector<std::byte> bytes(parts.size());
   parts.CopyTo(bytes.data());

@@ -52,6 +52,8 @@ class Sockets {
 
   // As send(2) and recv(2) do.
   ssize_t Send(std::uint32_t stripe, const Parts& parts);
+  // What poll(2) is to wait for where `Send` found no room.
+  short RoomEvents() const;
   // Takes all of it, and copies it: what the socket does not take now is left to `Flush`.
   void Queue(std::uint32_t stripe, const Parts& parts);
   bool queued(std::uint32_t stripe) const { return stripes_[stripe].owes + stripes_[stripe].behind > 0; }
