@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import re
 import unittest.mock
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ import fakes
 import numpy as np
 import pytest
 from device_checks import Capture
-from gpu_calls import OTHERS, SOME, cases_of, check, device_of_rank, every_reduction, overlap, run_on_gpu
+from gpu_calls import OTHERS, SOME, Called, cases_of, check, device_of_rank, every_reduction, overlap, run_on_gpu
 from gpu_kinds import VENDOR, start
 from ranks import Ranks
 from reference import Case
@@ -73,16 +72,12 @@ def test_streams_that_are_late_and_share_hardware_queues(kinds: str, queues: int
 
 def launches(comm: hetcoll.Communicator, log: str, cases: list[Case]) -> list[tuple[int, int]]:
     """Kernels and calls of the library in each case."""
-
-    def names() -> list[str]:
-        return [name for pid, _, name in map(str.split, Path(log).read_text().splitlines()) if pid == str(os.getpid())]
-
+    called, found = Called(log), []
     run_on_gpu(comm, [Case("allgather")])  # the first call sets all up
-    found = []
     for case in cases:
-        before = len(names())
+        called.since()
         run_on_gpu(comm, [case])
-        later = names()[before:]
+        later = called.since()
         library = [name for name in later if name.startswith("nccl") and "AsyncError" not in name]
         found.append((sum("LaunchKernel" in name for name in later), len(library)))
     return found

@@ -30,7 +30,7 @@ TURNS = {0: ((1, 1), (1, 3)), 1: ((0, 2), (0, 0)), 2: ((1, 3), (1, 1)), 3: ((0, 
 def out_of_turn(comm: hetcoll.Communicator, own: bool, more: bool) -> None:
     """Messages larger than all slots, each on a stream of its `own` or all by ``async_op=True``, and an all-reduce
     while they wait; with `more`, receives that both ranks post ahead of their sends."""
-    device, rank, count = device_of_rank(comm.rank), comm.rank, 2_500_003
+    device, rank, count = device_of_rank(comm.rank), comm.rank, 1_700_003
     turns = (*TURNS[rank], *([(0, rank ^ 2), (1, rank ^ 2)] if more else []))
     arrays = [DeviceArray.of(device, np.full(count, rank if out else -1, np.int32)) for out, _ in turns]
     total = DeviceArray.of(device, np.full(70_001, 1 + rank, np.int32))

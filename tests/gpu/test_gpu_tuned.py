@@ -12,6 +12,7 @@ from pathlib import Path
 import fakes
 import numpy as np
 import pytest
+import tune_quickly
 from gpu_calls import check, device_of_rank
 from gpu_kinds import start_gpus
 from patience import DEADLINE
@@ -27,7 +28,7 @@ NBYTES = 8 << 20  # that no kernel does
 
 
 def told(comm: hetcoll.Communicator) -> list[str]:
-    array = DeviceArray.of(device_of_rank(comm.rank), np.full(NBYTES // 4, comm.rank + 1, np.float32))
+    array = DeviceArray.of(device_of_rank(comm.rank), np.full(9, comm.rank + 1, np.float32))
     comm.allreduce(array.buffer()).wait(60)
     assert (array.get() == sum(range(1, comm.size + 1))).all()
     return [comm.explain(kind, NBYTES).gpus for kind in ("allreduce", "broadcast")]
@@ -79,8 +80,11 @@ def test_of_other_islands_the_model_chooses(tmp_path: Path) -> None:
             assert "asked for" in reduced
 
 
-def tune(*words: str, before: Sequence[str] = (), **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hetcoll", *before, "tune", *words]
+def tune(
+    *words: str, before: Sequence[str] = (), quickly: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    start = (str(Path(tune_quickly.__file__)),) if quickly else ("-m", "hetcoll", *before)
+    command = [sys.executable, *start, "tune", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, env=os.environ | env, check=False)
 
 
@@ -92,24 +96,27 @@ BEYOND_KERNELS = (5 << 20,)  # where 8 bytes are one kernel of GPUs
 @pytest.mark.fakes
 @pytest.mark.timeout(300)
 @parametrize(
-    ("vendors", "before", "words", "sizes", "env", "islands"),
+    ("vendors", "before", "quickly", "words", "sizes", "env", "islands"),
     [
-        ("cuda", (), ("--device", "cuda,cpu"), (8, 64 << 10), {}, ["cuda 1 on host 0", "cpu 1 on host 0"]),
-        ("both", (), ("--device", "cuda,hip"), BEYOND_KERNELS, {}, ["cuda 1 on host 0", "hip 1 on host 0"]),
-        ("hip", RUN, (), BEYOND_KERNELS, APART, ["hip 1 on host 0", "hip 1 on host 0"]),
+        ("cuda", (), True, ("--device", "cuda,cpu"), (8, 64 << 10), {}, ["cuda 1 on host 0", "cpu 1 on host 0"]),
+        ("cuda", (), False, ("--device", "cuda,cpu"), (8, 64 << 10), {}, ["cuda 1 on host 0", "cpu 1 on host 0"]),
+        ("both", (), False, ("--device", "cuda,hip"), BEYOND_KERNELS, {}, ["cuda 1 on host 0", "hip 1 on host 0"]),
+        ("hip", RUN, False, (), BEYOND_KERNELS, APART, ["hip 1 on host 0", "hip 1 on host 0"]),
     ],
     first=1,
 )
 def test_the_command(
-    vendors: str, before: tuple[str, ...], words: tuple[str, ...], sizes: tuple[int, ...], env: dict[str, str],
-    islands: list[str], tmp_path: Path,
+    vendors: str, before: tuple[str, ...], quickly: bool, words: tuple[str, ...], sizes: tuple[int, ...],
+    env: dict[str, str], islands: list[str], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """On a machine that is busy all the same it says so, and keeps nothing. What was there of host memory stays."""
+    """On a machine that is busy all the same it says so, and keeps nothing. What was there of host memory stays.
+    `quickly`: with few algorithms of few collectives, each of which takes communicators of its own."""
     file = tmp_path / "numbers.toml"
     host = tuned.Measured(Collective.ALLREDUCE, tuned.Placed((2,), 2, "shm"), (8,), {"ring": (1e-6,)})
     file.write_text(tuned.write(tuned.Tuned((host,)), ()))
     gpus = fakes.environment(vendors, devices=2, timeout=60) | {"HETCOLL_CACHE": str(tmp_path / "cache")}
-    done = tune(*words, "--sizes", "8", str(sizes[-1]), "-o", str(file), before=before, **gpus, **env)
+    asked = (*words, "--sizes", "8", str(sizes[-1]), "-o", str(file))
+    done = tune(*asked, before=before, quickly=quickly, **gpus, **env)
     found = tuned.read(file.read_text(), "file").times
     if done.returncode != 0:
         assert "wanted a machine that does nothing else. Nothing was kept" in done.stderr

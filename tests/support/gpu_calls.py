@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from cases import run_case
@@ -39,6 +40,22 @@ def run_on_gpu(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
         return [run_case(OnGpu(comm, device, stream), case) for case in cases]  # type: ignore[arg-type]
     finally:
         device.destroy_stream(stream)
+
+
+class Called:
+    """What this process calls of drivers and libraries, by the fakes' log."""
+
+    def __init__(self, log: str) -> None:
+        self._log, self._at = Path(log), 0
+
+    def since(self) -> list[str]:
+        """Since it was asked before."""
+        with self._log.open("rb") as file:
+            file.seek(self._at)
+            lines = file.read().decode().splitlines()
+            self._at = file.tell()
+        mine = f"{os.getpid()} "
+        return [line.split()[-1] for line in lines if line.startswith(mine)]
 
 
 def check(ranks: Ranks, cases: list[Case], run: Callable[..., list[bytes]] = run_on_gpu) -> None:
