@@ -79,7 +79,7 @@ def run_again(comm: hetcoll.Communicator, cases: list[Case]) -> list[int]:
 
 @parametrize("islands", [None, "0,1|2"], first=1)
 def test_what_was_called_before_takes_the_fast_path(gpus: Any, islands: str | None) -> None:
-    again = [*cases_of(3, (1009,)), Case("allgather", count=300_001), Case("reduce_scatter", "int64", 200_001)]
+    again = [*cases_of(3, (1009,)), Case("allgather", count=140_001), Case("reduce_scatter", "int64", 70_001)]
     cases = [case for case in again if not (case.collective == "alltoall" and case.inplace)]  # another program: long
     for found in gpus(3, islands).run(run_again, cases, timeout=300):
         assert found == [0] * len(cases)

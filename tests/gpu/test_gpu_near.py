@@ -38,7 +38,7 @@ MANY = 1_100_001  # float32s: some pieces, in slots that come again
 def test_every_collective(whole: Any, kinds: str) -> None:
     size = len(kinds)
     counts = (70_001, 5, 300_000)[:size]
-    cases = [*cases_of(size, (0, 1, 1009, 70_001)), Case("allgatherv", "int16", counts=counts, seed=1)]
+    cases = [*cases_of(size, (0, 1, 70_001)), Case("allgatherv", "int16", counts=counts, seed=1)]
     cases += [Case("reduce_scatterv", op="avg", counts=counts, seed=2), Case("alltoallv", "int32", 190_001, seed=3)]
     kinds_of_large = ("allreduce", "allgather", "reduce_scatter", "alltoall")
     cases += [Case(each, count=MANY, inplace=(i + size) % 2 == 1) for i, each in enumerate(kinds_of_large)]
@@ -178,7 +178,7 @@ def replay_beside_others(comm: hetcoll.Communicator) -> None:
     """Replays on one stream and calls on another, none of which waits for the other's."""
     device, size, rank = device_of_rank(comm.rank), comm.size, comm.rank
     device.activate()
-    streams, counts, turns = [device.stream(), device.stream()], (9, 5003, 30_001), 14
+    streams, counts, turns = [device.stream(), device.stream()], (9, 5003, 30_001), 9
     outside, inside = ([DeviceArray.of(device, np.full(n, 1 + rank, np.float32)) for n in counts] for _ in range(2))
     sums = [DeviceArray(device, n) for n in counts]
     comm.allreduce(outside[0].buffer(), sums[0].buffer(), stream=streams[0])

@@ -77,7 +77,7 @@ def own_streams(comm: hetcoll.Communicator, log: str) -> tuple[int, int]:
         return names.count("cuStreamCreateWithPriority") - names.count("cuStreamDestroy")
 
     gc.disable()
-    array = DeviceArray.of(device_of_rank(comm.rank), np.ones(2_500_003, np.float32))
+    array = DeviceArray.of(device_of_rank(comm.rank), np.ones(1_100_003, np.float32))
     part = comm.split(0)
     assert part is not None
     part.send(array.buffer(), 1) if comm.rank == 0 else part.recv(array.buffer(), 0)

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 import tune_quickly
 from gpu_calls import check, device_of_rank
-from gpu_kinds import start_gpus
+from gpu_kinds import start, start_gpus
 from patience import DEADLINE
 from reference import Case
 from thorough import parametrize
 
 import hetcoll
+from hetcoll.cli import tuning
+from hetcoll.cli.on_device import Stream
+from hetcoll.errors import ArgumentError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.plan import tuned
 from hetcoll.types import Collective
@@ -47,6 +50,11 @@ def by_hand(path: Path, islands: str, *kinds: tuple[Collective, dict[str, float]
     return str(path)
 
 
+def measure_what_kernels_do(comm: hetcoll.Communicator) -> None:
+    with pytest.raises(ArgumentError, match="and sizes beyond those of one kernel"):
+        tuning.measure(comm, [8], Stream(device_of_rank(comm.rank)))
+
+
 @pytest.mark.fakes
 @pytest.mark.parametrize(
     ("gpus", "islands", "layout", "among"),
@@ -68,11 +76,12 @@ def test_the_fastest_of_a_file_is_chosen(gpus: str, islands: str, layout: str, a
 
 @pytest.mark.fakes
 def test_of_other_islands_the_model_chooses(tmp_path: Path) -> None:
-    """And HETCOLL_ALGO counts before both."""
+    """And HETCOLL_ALGO counts before both. There is nothing to measure of what a kernel does."""
     file = by_hand(tmp_path / "file", "cuda 2 on host 0|hip 1 on host 0", (Collective.ALLREDUCE, {"tree": 1e-6}))
-    with start_gpus("na", HETCOLL_TUNED=file) as ranks:
+    with start("na", HETCOLL_TUNED=file) as ranks:
         for reduced, _ in ranks.run(told, timeout=100):
             assert "measured" not in reduced
+        ranks.run(measure_what_kernels_do, timeout=100)
     file = by_hand(tmp_path / "file", "cuda 1 on host 0|hip 1 on host 0", (Collective.ALLREDUCE, {"tree": 1e-6}))
     with start_gpus("na", HETCOLL_TUNED=file, HETCOLL_ALGO="allreduce:ring") as ranks:
         for reduced, _ in ranks.run(told, timeout=100):
@@ -139,7 +148,6 @@ def test_the_command(
     [
         ("cuda", ("-g", "1"), "-n: wanted 2 ranks or more, got 1"),
         ("cuda", ("--device", "cuda,cuda", "--sizes", "4M"), "wanted GPUs of several islands"),
-        ("both", ("--device", "cuda,hip", "--sizes", "8"), "and sizes beyond those of one kernel"),
     ],
 )
 def test_where_nothing_is_chosen_it_says_so(vendors: str, words: tuple[str, ...], told: str, tmp_path: Path) -> None:
