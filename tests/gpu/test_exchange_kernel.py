@@ -33,7 +33,7 @@ from hetcoll.plan import one_kernel
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainMachine]:
-    made = PlainMachine(tmp_path_factory.mktemp("kernels"))
+    made = PlainMachine(tmp_path_factory.mktemp("kernels"), "-O1 -Werror")  # compiling takes most of the time
     yield made
     made.close()
 

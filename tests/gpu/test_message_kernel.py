@@ -23,7 +23,7 @@ import hetcoll
 from hetcoll.errors import AbortedError, CommunicationError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.planner import MOST_INSIDE
-from hetcoll.vendors.devices.kernels.table import MESSAGE_MOST, MESSAGE_WORDS
+from hetcoll.vendors.devices.kernels.table import MESSAGE_MOST, MESSAGE_WORDS, RING_SLOTS
 
 SIZES = (1, 8, MOST_INSIDE, MOST_INSIDE + 4, MESSAGE_WORDS, MESSAGE_WORDS + 4, MESSAGE_MOST, MESSAGE_MOST + 4)  # bytes
 
@@ -49,7 +49,7 @@ def of_every_size(comm: hetcoll.Communicator) -> None:
         assert (into.get() == pattern(before, theirs, i)).all(), nbytes
     if rank > 1:
         return
-    arrays = [of_bytes(comm, pattern(0, 5, turn) if rank == 0 else np.zeros(5)) for turn in range(30)]
+    arrays = [of_bytes(comm, pattern(0, 5, turn) if rank == 0 else np.zeros(5)) for turn in range(3 * RING_SLOTS)]
     works = [(comm.recv if rank else comm.send)(each.buffer(), 1 - rank, async_op=turn % 3 == 0)
              for turn, each in enumerate(arrays)]  # fmt: skip
     for work in works:
@@ -290,7 +290,7 @@ def wait_in_vain(comm: hetcoll.Communicator, nbytes: int, sends: bool, then: str
         return None
     begun = time.monotonic()
     try:
-        for _ in range(30):  # more than a ring holds
+        for _ in range(2 * RING_SLOTS):  # more than a ring holds
             work = (comm.send if sends else comm.recv)(made.buffer(), 1)
         work.wait(60)
     except CommunicationError as error:
