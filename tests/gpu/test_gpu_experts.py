@@ -193,7 +193,7 @@ def no_memory(comm: hetcoll.Communicator) -> None:
         experts.dispatch(x, ids)
 
 
-@parametrize("kinds", ["nana", "nn", "aa"], first=1)
+@parametrize("kinds", ["nan", "nana", "nn", "aa"], first=1)
 def test_dispatches_between_hosts_run_ahead(whole: Start, kinds: str) -> None:
     whole(kinds, **LINKS["hosts"]).run(many_dispatches, timeout=SECONDS)
     whole(kinds, **LINKS["hosts"]).run(no_memory)

@@ -124,7 +124,7 @@ def test_gpus_that_do_not_see_each_others_memory_use_the_hosts(kinds: str, call:
         for _, paths in ranks.run(told, "allgather", timeout=60):
             assert "through slots in the host's memory that both GPUs have mapped (mapped: one host; not in" in paths[0]
             assert call in paths[0]
-        check(ranks, list(cases_of(2, (70_001,))))
+        check(ranks, [Case("allreduce", count=300_001), Case("allgather", count=MANY), Case("alltoall", count=70_001)])
 
 
 @pytest.mark.fakes
@@ -135,7 +135,7 @@ def test_the_library_serves_gpus_that_do_not_see_each_others_memory(kinds: str, 
             assert re.match(
                 rf"one call of .* not by one kernel: rank.* cannot open the memory of all .*: {call}", gpus[0]
             )
-        check(ranks, list(cases_of(len(kinds), (1009, 70_001))))
+        check(ranks, list(cases_of(len(kinds), (1009,))))
 
 
 def refused(comm: hetcoll.Communicator) -> str:

@@ -57,16 +57,15 @@ def out_of_turn(comm: hetcoll.Communicator, own: bool, more: bool) -> None:
 
 @parametrize("queues", ["8", "32"], first=1)  # a message that waits holds up what shares its hardware queue
 @parametrize("own", [True, False], first=1)
+@parametrize("islands", ["0,1|2,3", None], first=1)  # half of the messages are a library's, or none
 def test_peers_that_are_late_hold_up_nobody_else(
-    gpus: Any, own: bool, queues: str, request: pytest.FixtureRequest
+    gpus: Any, islands: str | None, own: bool, queues: str, request: pytest.FixtureRequest
 ) -> None:
-    real = request.node.callspec.params["gpus"] == REAL
-    for islands in (None, "0,1|2,3"):
-        ranks = gpus(4, islands, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, timeout=20)
-        if real:  # the driver waits for the device when it loads, and so may the library when it connects
-            ranks.run(first_sum)
-            ranks.run(in_turn)
-        ranks.run(out_of_turn, own, queues == "32", timeout=100)
+    ranks = gpus(4, islands, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, timeout=20)
+    if request.node.callspec.params["gpus"] == REAL:  # the driver waits for the device when it loads,
+        ranks.run(first_sum)
+        ranks.run(in_turn)  # and so may the library when it connects
+    ranks.run(out_of_turn, own, queues == "32", timeout=100)
 
 
 def own_streams(comm: hetcoll.Communicator, log: str) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def measure_what_kernels_do(comm: hetcoll.Communicator) -> None:
     ("gpus", "islands", "layout", "among"),
     [
         ("na", "0|1", "cuda 1 on host 0|hip 1 on host 0", ""),
-        ("nnaa", "0,1|2,3", "cuda 2 on host 0|hip 2 on host 0", " among islands 0,1|2,3, their libraries inside"),
+        ("nna", "0,1|2", "cuda 2 on host 0|hip 1 on host 0", " among islands 0,1|2, their libraries inside"),
     ],
 )
 def test_the_fastest_of_a_file_is_chosen(gpus: str, islands: str, layout: str, among: str, tmp_path: Path) -> None:
@@ -127,10 +127,11 @@ def test_the_command(
     asked = (*words, "--sizes", "8", str(sizes[-1]), "-o", str(file))
     done = tune(*asked, before=before, quickly=quickly, **gpus, **env)
     found = tuned.read(file.read_text(), "file").times
-    if done.returncode != 0:
+    if done.returncode != 0 and not quickly:
         assert "wanted a machine that does nothing else. Nothing was kept" in done.stderr
         assert found == (host,)
         return
+    assert done.returncode == 0, done.stderr
     *measured, kept = found
     assert kept == host
     assert {Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCE} <= {one.collective for one in measured}

@@ -1,9 +1,10 @@
-"""`hetcoll` for ``python tune_quickly.py tune ...``, whose ranks measure a part: two turns of two algorithms of three
-collectives."""
+"""`hetcoll` for ``python tune_quickly.py tune ...``, whose ranks measure a part, two turns of two algorithms of three
+collectives, and keep it on a machine that is busy, too."""
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,5 +29,6 @@ def _likewise(command: Sequence[str], *args: Any, **options: Any) -> int:
 
 if __name__ == "__main__":
     tuning._TURNS, tuning.KINDS = 2, (Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCE)
+    tuning._UNLIKE = math.inf
     tuning._open_on_gpus, launch.run = _few, _likewise
     sys.exit(main())
