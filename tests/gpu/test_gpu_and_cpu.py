@@ -311,7 +311,7 @@ def check_on_gpus(comm: hetcoll.Communicator) -> str:
     with pytest.raises(hetcoll.ArgumentError) as caught_later:
         comm.allreduce(Own(comm, values).array, async_op=True).wait(60)
     assert str(caught.value) == str(caught_later.value)
-    exchange(comm, 300_003)
+    exchange(comm, 600_003)  # more than a kernel carries
     send_oddly(comm)
     pass_memory_of_another(comm)
     comm.allreduce(own.array)  # nothing was touched

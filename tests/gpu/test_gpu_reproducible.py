@@ -18,7 +18,7 @@ from hetcoll.plan import one_kernel
 pytestmark = pytest.mark.fakes
 
 
-DTYPES, COUNTS = ["float32", "bfloat16"], [1009, 100_001]
+DTYPES, COUNTS = ["float32", "bfloat16"], [1009, 140_001]  # in words of a kernel; in its packs, or by copies
 
 
 def sums(comm: hetcoll.Communicator, dtypes: list[str], counts: list[int]) -> str:
