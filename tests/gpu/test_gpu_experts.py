@@ -134,7 +134,7 @@ def calls_of(comm: hetcoll.Communicator) -> None:
         comm.barrier()
 
 
-@parametrize("kinds", ["nn", "na", "aa"], first=1)
+@parametrize("kinds", ["nan", "nn", "na", "aa"], first=1)
 def test_hosts_make_no_tables_of_gpus_tokens(whole: Start, kinds: str) -> None:
     whole(kinds, **LINKS["hosts"]).run(calls_of, timeout=SECONDS)
 
@@ -144,7 +144,8 @@ def few_on_own(comm: hetcoll.Communicator) -> None:
 
 
 def test_only_routed_tokens_travel_between_hosts(whole: Start) -> None:
-    whole("cnan", **LINKS["hosts"]).run(few_on_own, timeout=SECONDS)
+    for kinds in ("nca", "nan"):  # between GPUs, and with CPUs
+        whole(kinds, **LINKS["hosts"]).run(few_on_own, timeout=SECONDS)
 
 
 def many_dispatches(comm: hetcoll.Communicator) -> None:

@@ -288,7 +288,7 @@ def stay_ahead(comm: hetcoll.Communicator, op: str, count: int, seconds: float) 
             if device.query(under_way[0]):
                 under_way.popleft()
             else:
-                time.sleep(0.005)
+                time.sleep(0.001)
     device.synchronize(stream)
     for event in events:
         device.destroy_event(event)
@@ -310,5 +310,5 @@ def stay_ahead(comm: hetcoll.Communicator, op: str, count: int, seconds: float) 
 def test_a_host_that_is_always_ahead_is_not_stuck(op: str, env: dict[str, str], count: int) -> None:
     """The end of the last call never comes: what ends before it shows that things move."""
     seconds = 2.0 * PATIENCE  # many times what all that is under way takes
-    with start("nn", HETCOLL_TIMEOUT=str(seconds), jitter="1:20000", **env) as ranks:  # late, where it would compute
+    with start("nn", HETCOLL_TIMEOUT=str(seconds), jitter="1:3000", **env) as ranks:  # late, where it would compute
         assert min(ranks.run(stay_ahead, op, count, 1.5 * seconds, timeout=100)) > 20
