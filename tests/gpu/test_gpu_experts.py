@@ -94,7 +94,7 @@ def many(comm: hetcoll.Communicator, counts: list[list[int]]) -> None:
 
 
 def test_many_tokens_between_hosts(whole: Start) -> None:
-    whole("nca", **LINKS["hosts"]).run(many, [[300, 140, 9], [0, 17, 300], [1, 0, 2], [260, 300, 300]])
+    whole("nca", **LINKS["hosts"]).run(many, [[300, 14, 9], [0, 17, 260], [1, 0, 2], [260, 300, 30]])
 
 
 def calls_of(comm: hetcoll.Communicator) -> None:
@@ -134,7 +134,7 @@ def calls_of(comm: hetcoll.Communicator) -> None:
         comm.barrier()
 
 
-@parametrize("kinds", ["nn", "na", "aa"], first=1)
+@parametrize("kinds", ["nan", "nn", "na", "aa"], first=1)
 def test_hosts_make_no_tables_of_gpus_tokens(whole: Start, kinds: str) -> None:
     whole(kinds, **LINKS["hosts"]).run(calls_of, timeout=SECONDS)
 
@@ -144,14 +144,15 @@ def few_on_own(comm: hetcoll.Communicator) -> None:
 
 
 def test_only_routed_tokens_travel_between_hosts(whole: Start) -> None:
-    whole("cnan", **LINKS["hosts"]).run(few_on_own, timeout=SECONDS)
+    for kinds in ("nca", "nan"):  # between GPUs, and with CPUs
+        whole(kinds, **LINKS["hosts"]).run(few_on_own, timeout=SECONDS)
 
 
 def many_dispatches(comm: hetcoll.Communicator) -> None:
     """Streams run ahead of the host's links, and nothing is read or written too early; no graph captures that."""
     device, experts = device_of(comm), shared_few(comm, "float32", False, 2 * HIDDEN)
     kept, stream = [], device.stream()
-    for turn in range(12):
+    for turn in range(7):
         random = np.random.default_rng(turn)
         ids = random.integers(-1, PER_RANK * comm.size, (comm.size, MOST, TOPK))
         wanted = plain(
@@ -193,7 +194,7 @@ def no_memory(comm: hetcoll.Communicator) -> None:
         experts.dispatch(x, ids)
 
 
-@parametrize("kinds", ["nana", "nn", "aa"], first=1)
+@parametrize("kinds", ["nan", "nana", "nn", "aa"], first=1)
 def test_dispatches_between_hosts_run_ahead(whole: Start, kinds: str) -> None:
     whole(kinds, **LINKS["hosts"]).run(many_dispatches, timeout=SECONDS)
     whole(kinds, **LINKS["hosts"]).run(no_memory)

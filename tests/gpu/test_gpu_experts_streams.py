@@ -190,8 +190,8 @@ def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 @parametrize("kinds", ["na", "nn", "aa", "nnn"], first=1)
-def test_few_tokens_in_graphs(placed: Start, kinds: str, fp8: bool) -> None:
-    placed(kinds, jitter="3:300").run(in_graphs, 9, fp8, timeout=SECONDS)
+def test_few_tokens_in_graphs(whole: Start, kinds: str, fp8: bool) -> None:
+    whole(kinds, jitter="3:300").run(in_graphs, 9, fp8, timeout=SECONDS)
 
 
 def lose(comm: hetcoll.Communicator, form: Any) -> None:

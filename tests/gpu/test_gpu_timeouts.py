@@ -90,9 +90,25 @@ def allreduce_converted(comm: hetcoll.Communicator, own: Own, how: dict[str, Any
 CALLED = {sendrecv: "send", allreduce_converted: "allreduce"}
 
 
+Heard = tuple[CommunicationError | None, float]
+
+
 def call_alone(
+    whole: hetcoll.Communicator, start: Start, count: int, caller: int, first: bool, how: dict[str, Any]
+) -> Heard:
+    """On a communicator of the same ranks, which alone is of no use afterwards: `whole` goes on."""
+    part = whole.split(0)
+    assert part is not None
+    found = _call_alone(part, start, count, caller, first, how)
+    part.close()
+    whole.barrier()
+    assert whole.error is None
+    return found
+
+
+def _call_alone(
     comm: hetcoll.Communicator, start: Start, count: int, caller: int, first: bool, how: dict[str, Any]
-) -> tuple[CommunicationError | None, float]:
+) -> Heard:
     """The other rank does not call, and hears of it. `first`: it is the first call of all."""
     own = Own(comm, np.ones(count, np.float32))
     if not first:
@@ -121,39 +137,39 @@ def check_alone(ranks: Ranks, start: Start, count: int, *, caller: int = 0, firs
 
 
 @each_way(first=4)
-def test_a_collective_that_a_rank_does_not_call(placed: Placed, kinds: str, env: Any, count: int) -> None:
-    check_alone(placed(kinds, **env), allreduce, count)
+def test_a_collective_that_a_rank_does_not_call(whole: Placed, kinds: str, env: Any, count: int) -> None:
+    check_alone(whole(kinds, **env), allreduce, count)
 
 
 @each_way(first=1)
-def test_an_asynchronous_one(placed: Placed, kinds: str, env: Any, count: int) -> None:
-    check_alone(placed(kinds, **env), allreduce, count, async_op=True)
+def test_an_asynchronous_one(whole: Placed, kinds: str, env: Any, count: int) -> None:
+    check_alone(whole(kinds, **env), allreduce, count, async_op=True)
 
 
 @each_way(first=4)
-def test_a_message_that_is_not_sent(placed: Placed, kinds: str, env: Any, count: int) -> None:
-    check_alone(placed(kinds, **env), recv, count)
+def test_a_message_that_is_not_sent(whole: Placed, kinds: str, env: Any, count: int) -> None:
+    check_alone(whole(kinds, **env), recv, count)
 
 
 @parametrize("start", [send, sendrecv], first=1)
 @parametrize("async_op", [False, True], first=1)
-def test_one_that_is_not_received(placed: Placed, start: Start, async_op: bool) -> None:
-    check_alone(placed("nn", **APART), start, 3 * LARGE, async_op=async_op)
+def test_one_that_is_not_received(whole: Placed, start: Start, async_op: bool) -> None:
+    check_alone(whole("nn", **APART), start, 3 * LARGE, async_op=async_op)
 
 
 @pytest.mark.fakes
 @parametrize("async_op", [False, True], first=1)
-def test_a_call_that_is_converted(placed: Placed, async_op: bool) -> None:
-    check_alone(placed("na"), allreduce_converted, LARGE, async_op=async_op)
+def test_a_call_that_is_converted(whole: Placed, async_op: bool) -> None:
+    check_alone(whole("na"), allreduce_converted, LARGE, async_op=async_op)
 
 
 @pytest.mark.fakes
 @parametrize("caller", [0, 1], first=1)
 @parametrize("start", [allreduce, recv], first=1)
 @parametrize("kinds", ["nc", "ca"], first=1)
-def test_beside_a_rank_without_a_gpu(placed: Placed, kinds: str, start: Start, caller: int) -> None:
+def test_beside_a_rank_without_a_gpu(whole: Placed, kinds: str, start: Start, caller: int) -> None:
     """A GPU's rank calls, or the one without."""
-    check_alone(placed(kinds), start, SMALL, caller=caller)
+    check_alone(whole(kinds), start, SMALL, caller=caller)
 
 
 @pytest.mark.fakes
@@ -226,8 +242,8 @@ def capture_with_little_time(comm: hetcoll.Communicator, count: int, pause: floa
     return float(array.get()[-1])
 
 
-def test_a_graph_knows_no_time(placed: Placed) -> None:
-    assert placed("nn", **APART).run(capture_with_little_time, LARGE, 4.0 * PATIENCE, timeout=100) == [2.0, 2.0]
+def test_a_graph_knows_no_time(whole: Placed) -> None:
+    assert whole("nn", **APART).run(capture_with_little_time, LARGE, 4.0 * PATIENCE, timeout=100) == [2.0, 2.0]
 
 
 def pass_wrong_things(comm: hetcoll.Communicator) -> None:
@@ -243,11 +259,9 @@ def pass_wrong_things(comm: hetcoll.Communicator) -> None:
     comm.allreduce(own.array, timeout=60 * PATIENCE).wait()
 
 
-@pytest.mark.parametrize(
-    "placed", [STAND_INS], indirect=True
-)  # a real driver does not say what it does with the stream
-def test_wrong_arguments_leave_all_well(placed: Placed) -> None:
-    placed("nn", **APART).run(pass_wrong_things, timeout=100)
+@pytest.mark.parametrize("whole", [STAND_INS], indirect=True)  # a real driver does not say what it does with the stream
+def test_wrong_arguments_leave_all_well(whole: Placed) -> None:
+    whole("nn", **APART).run(pass_wrong_things, timeout=100)
 
 
 def stay_ahead(comm: hetcoll.Communicator, op: str, count: int, seconds: float) -> int:

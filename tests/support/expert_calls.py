@@ -82,12 +82,12 @@ def plain(
     for t, ids in enumerate(case.ids[rank]):
         total = np.zeros(hidden, np.float32)
         for peer in range(size):
-            part = np.zeros(hidden, np.float32)
-            for slot, expert in enumerate(ids):
-                if expert >= 0 and expert // per_rank == peer:
-                    weight = np.float32(1) if weights is None else weights[t, slot]
-                    part = part + weight * made(seen[rank][t], expert).astype(np.float32)
-            if any(expert >= 0 and expert // per_rank == peer for expert in ids):
+            named = [(slot, expert) for slot, expert in enumerate(ids) if expert >= 0 and expert // per_rank == peer]
+            part = np.zeros(hidden, np.float32) if named else None
+            for slot, expert in named:
+                weight = np.float32(1) if weights is None else weights[t, slot]
+                part = part + weight * made(seen[rank][t], expert).astype(np.float32)
+            if part is not None:
                 total = total + part.astype(dtype).astype(np.float32)
         result[t] = total.astype(dtype)
     none = np.empty((0, hidden), dtype)

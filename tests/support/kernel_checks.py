@@ -309,7 +309,7 @@ def check_oneshot_numbers(machine: Machine) -> None:
 def _check_oneshot_numbers(machine: Machine, ring: Ring) -> None:
     ring.set_calls(2**32 - 3)
     for _ in range(6):
-        ring.check(DType.FLOAT32, ReduceOp.SUM, 5)
+        ring.check(DType.INT32, ReduceOp.SUM, 5)
     assert ring.calls() == [(3, 0)] * 3
     for at, area in enumerate(ring.areas):
         if ring.pushed and at // 3 == at % 3:  # nobody sends to itself
@@ -432,7 +432,7 @@ def check_abort(machine: Machine, launch: Launch, abort: int, *, says: bool = Tr
 def check_aborts(machine: Machine) -> None:
     """A peer that never comes, a counter that nobody moves, a message that nobody sends or takes."""
     ring = Ring(machine, 2, 1024)
-    check_abort(machine, ring.launch(0, DType.FLOAT32, ReduceOp.SUM, 100, 1, *ring.buffers[0]), ring.abort)
+    check_abort(machine, ring.launch(0, DType.INT32, ReduceOp.SUM, 100, 1, *ring.buffers[0]), ring.abort)
     for nbytes in (8, MESSAGE_WORDS + 1):
         rings = MessageRings(machine)
         check_abort(machine, rings.launch(0, [], [(rings.buffers[0][0], nbytes)]), rings.abort)
