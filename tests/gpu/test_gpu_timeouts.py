@@ -265,8 +265,9 @@ def test_wrong_arguments_leave_all_well(whole: Placed) -> None:
 
 
 def stay_ahead(comm: hetcoll.Communicator, op: str, count: int, seconds: float) -> int:
-    """Some calls are under way all the time. How many there were."""
-    device, other = device_of_rank(comm.rank), 1 - comm.rank
+    """Some calls are under way all the time. How many there were: as many on all ranks, or the last would wait."""
+    device, other, aside = device_of_rank(comm.rank), 1 - comm.rank, comm.split(0)
+    assert aside is not None
     device.activate()
     stream, array, came = device.stream(), *(DeviceArray.of(device, np.zeros(count, np.float32)) for _ in range(2))
     under_way: deque[int] = deque()
@@ -278,18 +279,21 @@ def stay_ahead(comm: hetcoll.Communicator, op: str, count: int, seconds: float) 
             comm.sendrecv(array.buffer(), other, came.buffer(), other, stream=stream)
 
     call()  # what the first one makes takes its own time
-    events, calls, begun = [device.event() for _ in range(4)], 0, time.monotonic()
-    while time.monotonic() - begun < seconds:
+    events, calls, end = [device.event() for _ in range(4)], 0, time.monotonic() + seconds
+    while time.monotonic() < end:
         call()
         device.record(events[calls % len(events)], stream)
         under_way.append(events[calls % len(events)])
         calls += 1
-        while len(under_way) == len(events):
+        while len(under_way) == len(events) and time.monotonic() < end:
             if device.query(under_way[0]):
                 under_way.popleft()
             else:
                 time.sleep(0.001)
+    for _ in range(max(aside.allgather_object(calls)) - calls):
+        call()
     device.synchronize(stream)
+    assert comm.error is None
     for event in events:
         device.destroy_event(event)
     device.destroy_stream(stream)
