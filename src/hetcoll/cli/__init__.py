@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-
 COMMANDS = {
     "perf": "measure and verify collectives, in nccl-tests' table",
     "run": "start ranks of a program, here or on several hosts",
@@ -28,7 +27,8 @@ COMMANDS = {
 
 def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
     """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it, `refuse`
-    ends the program with that one's usage. `asked`: only this one is loaded, if there is such a one; all together take twice as long."""
+    ends the program with that one's usage. `asked`: only this one is loaded, if there is such a one, since all take
+    twice as long."""
     from .. import __version__
 
     parser = argparse.ArgumentParser(prog="hetcoll", description="Collective communication: measure, start, inspect.")
