@@ -14,6 +14,7 @@ ALL ?=
 SLICE ?=
 BUT := $(if $(ALL)$(SLICE),, and not thorough)
 export TEST_SLICE := $(SLICE)
+export TEST_EXAMPLES := $(if $(ALL),3,1)
 BENCH ?= --write-docs
 # Of thousands of tests on a machine that others use, too, one is late now and then. What passes when it is run once more is
 # told at the end with what it said (tests/conftest.py): a defect to be mended. RERUNS= finds them.

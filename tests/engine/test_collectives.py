@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranks import Ranks
 from reference import Case, blank_output, interpret, make_input
 from sweep import KINDS, NAMES, cases_of, check, collectives_of, counts_for
-from thorough import parametrize
+from thorough import examples, parametrize
 
 from hetcoll.plan import ir
 from hetcoll.plan.algorithms import ALGORITHMS, find
@@ -311,7 +311,7 @@ def sequences(draw: st.DrawFn, size: int) -> list[tuple[Case, bool]]:
 
 @parametrize("size", [4, 2, 3], first=1)
 @given(data=st.data())
-@settings(max_examples=14, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(14), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_calls_one_after_another(pool: Pool, size: int, data: st.DataObject) -> None:
     pool(size).run(run_sequence, data.draw(sequences(size)))
 
@@ -338,7 +338,7 @@ def planned_cases(draw: st.DrawFn, size: int) -> tuple[Case, str, dict[str, Any]
 
 @parametrize("size", [3, 5, 2, 4], first=2)
 @given(data=st.data())
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_engine_does_what_the_plans_say(pool: Pool, size: int, data: st.DataObject) -> None:
     case, name, link = data.draw(planned_cases(size))
     got = pool(size).run(run_planned, case, {"algo": name, **link})

@@ -12,6 +12,7 @@ from codec_reference import KINDS, rounded, wire
 from elements import NUMPY, assert_same, bit_patterns
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thorough import examples
 
 from hetcoll import _native
 from hetcoll.types import DType, Format
@@ -43,7 +44,7 @@ def native_wire(x: Array, dtype: DType, form: Format) -> bytes:
 
 
 @pytest.mark.parametrize(("dtype", "form"), KINDS)
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.integers(0, 200), seed=st.integers(0, 1 << 20), residual=st.booleans(), clean=st.booleans())
 def test_formats_are_those_of_numpy(
     isa: str, dtype: DType, form: Format, count: int, seed: int, residual: bool, clean: bool

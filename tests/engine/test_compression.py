@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutants import edited, field_mutants, passes, structural_mutants
 from ranks import Ranks
-from thorough import parametrize
+from thorough import examples, parametrize
 
 import hetcoll
 from hetcoll import ArgumentError, CollectiveMismatchError, PeerLostError
@@ -130,7 +130,7 @@ def repeat(
 
 
 @pytest.mark.parametrize("link", LINKS)
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(COLLECTIVES), pair=st.sampled_from(KINDS), average=st.booleans(), inplace=st.booleans(),
     async_op=st.booleans(), share=st.one_of(st.integers(0, 80), st.integers(0, 9000)),

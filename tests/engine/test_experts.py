@@ -15,7 +15,7 @@ from expert_calls import MOST, PER_RANK, TOPK, Case, check, check_few, eighths, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
-from thorough import parametrize
+from thorough import examples, parametrize
 
 import hetcoll
 from hetcoll import ArgumentError, BufferTypeError, ClosedError, CollectiveMismatchError, PeerLostError
@@ -52,7 +52,7 @@ def test_any_routing(
 ) -> None:
     ranks = pool(size, **link)
 
-    @settings(max_examples=6, deadline=None)
+    @settings(max_examples=examples(6), deadline=None)
     @given(cases(size))
     def run(case: Case) -> None:
         ranks.run(form, case, dtype, fp8)

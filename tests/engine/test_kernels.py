@@ -26,6 +26,7 @@ from elements import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import examples
 
 from hetcoll import _native
 from hetcoll.types import COMPLEX, FLOATS, DType, ReduceOp, supports
@@ -234,7 +235,7 @@ def operands(draw: st.DrawFn) -> tuple[DType, ReduceOp, Array, Array]:
     return dtype, op, pair[0].view(part), pair[1].view(part)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(operands())
 def test_any_bits_reduce_as_numpy_and_alike_on_all_instruction_sets(case: tuple[DType, ReduceOp, Array, Array]) -> None:
     dtype, op, a, b = case

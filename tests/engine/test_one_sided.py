@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks, wait_until
 from scattered import PART, pieces
+from thorough import examples
 from verdicts import check_lost
 
 import hetcoll
@@ -77,7 +78,7 @@ def put_and_get(comm: hetcoll.Communicator, config: dict[str, Any], calls: list[
 def test_random_pieces(pool: Pool, link: str) -> None:
     ranks = pool(3)
 
-    @settings(max_examples=5, deadline=None)
+    @settings(max_examples=examples(5), deadline=None)
     @given(CALLS)
     def check(calls: list[Any]) -> None:
         ranks.run(put_and_get, LINKS[link], calls)

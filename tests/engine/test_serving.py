@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks, wait_until
+from thorough import examples
 
 import hetcoll
 from hetcoll import ArgumentError, BufferTypeError, CollectiveTimeoutError, CommunicationError
@@ -35,7 +36,7 @@ def part(layout: CacheLayout, cache: Any, member: int) -> Any:
     return np.ascontiguousarray(mine.transpose([AXES.index(axis) for axis in layout.axes]))
 
 
-@settings(max_examples=24)
+@settings(max_examples=examples(24))
 @given(st.data())
 def test_pieces_move_the_heads_that_numpy_would(data: st.DataObject) -> None:
     heads = data.draw(st.sampled_from([1, 2, 4, 8]))

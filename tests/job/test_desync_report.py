@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import examples
 
 from hetcoll.health.desync_report import (
     Answer,
@@ -50,7 +51,7 @@ answers = st.builds(
 
 
 @given(answers)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_answers_travel_whole(answer: Answer) -> None:
     assert Answer.decode(answer.encode()) == answer
 

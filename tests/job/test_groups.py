@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from thorough import examples
 
 from hetcoll.errors import spell_ranks
 from hetcoll.rendezvous.protocol.wire import F64, I64, U32, Frame, Op, Status, pack, unpack
@@ -223,7 +224,7 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=40)
+TestStore.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_ranks_are_spelt_as_runs() -> None:
@@ -311,7 +312,7 @@ EVENTS = [*(("grow", rank) for rank in range(SIZE)), *(("admit", i) for i in ran
 TROUBLE = [("lose", 0), ("leave", 1), ("lose", SIZE), ("leave", SIZE + 1), ("time", 0)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), trouble=st.lists(st.sampled_from(TROUBLE), max_size=2), count=st.integers(1, 2))
 def test_all_grow_alike_or_none_does(data: st.DataObject, trouble: list[tuple[str, int]], count: int) -> None:
     """Members call grow(), newcomers come, some die or leave, time passes, all in any order."""

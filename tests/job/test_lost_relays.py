@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from light_ranks import SIZE, Job, Light
 from ranks import wait_until
+from thorough import examples
 
 from hetcoll.errors import InitError, PeerLostError
 from hetcoll.rendezvous import relay, uplink
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("small_trees")
 PHASES = ("nothing", "an exchange", "a question", "a verdict", "goodbyes")
 
 
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(phase=st.sampled_from(PHASES), deep=st.booleans(), which=st.integers(0, 7))
 def test_a_relay_that_dies_is_lost_and_nobody_else(phase: str, deep: bool, which: int) -> None:
     with closing(Job()) as job:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from thorough import examples
 
 from hetcoll.rendezvous.connections.pulse import Places
 from hetcoll.rendezvous.membership import Call, Membership
@@ -195,7 +196,7 @@ class Returning(RuleBasedStateMachine):
 
 
 TestReturning = Returning.TestCase
-TestReturning.settings = settings(max_examples=80, stateful_step_count=30)
+TestReturning.settings = settings(max_examples=examples(80), stateful_step_count=30)
 
 
 def test_who_has_asked_on_still_knows_the_answer_that_others_have_not_read() -> None:

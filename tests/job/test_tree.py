@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from light_ranks import SIZE, Job
 from ranks import wait_until
 from resetting import resets
+from thorough import examples
 
 from hetcoll.errors import AuthenticationError, InitError
 from hetcoll.rendezvous import decisions
@@ -106,7 +107,7 @@ def test_all_hear_of_the_end_of_the_store(job: Job, orderly: bool) -> None:
         each.wait_for(lambda event: isinstance(event, StoreLost) and event.orderly is orderly)
 
 
-@settings(max_examples=3)
+@settings(max_examples=examples(3))
 @given(seed=st.integers(0, 1 << 30))
 def test_nobody_is_lost_where_connections_are_reset(seed: int) -> None:
     """To the store, to relays, and of relays."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import missed
 from plan_executor import execute
+from thorough import examples
 from topologies import any_groups, cluster, side_by_side
 
 from hetcoll.errors import ArgumentError
@@ -35,7 +36,7 @@ def test_it_is_proved_for_hosts_of_any_sizes(hosts: Hosts) -> None:
 
 
 @given(st.data())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     plans = build(data.draw(any_groups()))
     rng = random.Random(data.draw(st.integers(0, 1 << 30)))

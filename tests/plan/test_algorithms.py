@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_executor import execute
-from thorough import parametrize
+from thorough import examples, parametrize
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, direct, find, inp, out, p2p, register, ring, tree
@@ -359,7 +359,7 @@ def test_p2p_refuses_what_cannot_match() -> None:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_plan_gives_numpys_result_in_any_order(data: st.DataObject) -> None:
     tables = [t for kind, t in ALGORITHMS.items() if kind is not Collective.BARRIER]
     algorithm = data.draw(st.sampled_from([a for t in tables for a in t.values()]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mutants import missed, structural_mutants
 from plan_executor import execute
 from star import star
-from thorough import parametrize
+from thorough import examples, parametrize
 from topologies import any_groups, any_islands, side_by_side
 from waits import Waits, proved
 
@@ -59,7 +59,7 @@ def test_they_are_proved_whole_and_in_pieces(entry: Algorithm) -> None:
 
 
 @given(st.data())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_any_islands_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     islands = data.draw(any_groups())
     n, m = sum(map(len, islands)), len(islands)
@@ -150,7 +150,7 @@ def test_what_cannot_be_had_is_said() -> None:
 
 
 @given(st.data())
-@settings(max_examples=11)
+@settings(max_examples=examples(11))
 def test_each_rank_has_its_row_of_an_order_of_all_from_its_own_plan(data: st.DataObject) -> None:
     """With what `GpuPlans` knows, compared to the plans of all ranks: pieces, what waits for what, who meets whom."""
     islands = data.draw(st.one_of(st.sampled_from([((1,), (0,)), ((2,), (0,), (1,))]), any_islands()))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import missed
 from plan_executor import execute
-from thorough import parametrize
+from thorough import examples, parametrize
 from topologies import any_groups, cluster, side_by_side
 
 from hetcoll.errors import ArgumentError
@@ -71,7 +71,7 @@ def test_compressed_plans_are_proved(kind: Collective) -> None:
 
 
 @given(st.data())
-@settings(max_examples=24)
+@settings(max_examples=examples(24))
 def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     hosts = data.draw(any_groups())
     n = sum(map(len, hosts))

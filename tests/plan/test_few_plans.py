@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import examples
 from topologies import any_islands, side_by_side
 
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft
@@ -25,7 +26,7 @@ FEW = [entry for entry in EVERY if entry.likeness is not None]
 
 
 @given(st.data())
-@settings(max_examples=36)
+@settings(max_examples=examples(36))
 def test_few_plans_order_as_all_do(data: st.DataObject) -> None:
     """Islands of any sizes and ranks, or ranks that are islands each."""
     entry = data.draw(st.sampled_from(FEW))

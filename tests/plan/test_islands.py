@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import Mutants, edits, field_mutants, passes, structural_mutants
 from plan_executor import execute
-from thorough import parametrize
+from thorough import examples, parametrize
 from topologies import side_by_side
 from waits import Waits
 
@@ -121,7 +121,7 @@ def any_plans(draw: st.DrawFn) -> tuple[Algorithm, bool, list[Plan]]:
 
 
 @given(st.data())
-@settings(max_examples=55)
+@settings(max_examples=examples(55))
 def test_any_islands_are_proved(data: st.DataObject) -> None:
     _, scale, plans = data.draw(any_plans())
     check(plans, inplace=data.draw(st.booleans()), scale=scale)
@@ -130,7 +130,7 @@ def test_any_islands_are_proved(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=90)
+@settings(max_examples=examples(90))
 def test_they_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     a, _, plans = data.draw(any_plans())
     n = len(plans)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import missed
 from plan_executor import execute
+from thorough import examples
 from topologies import any_groups, cluster, side_by_side
 
 from hetcoll.plan.algorithms import Hosts, find
@@ -44,7 +45,7 @@ def test_the_shapes_of_many_ranks_are_proved(kind: Collective, sizes: tuple[int,
 
 
 @given(st.data())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     hosts = data.draw(any_groups())
     n = sum(map(len, hosts))

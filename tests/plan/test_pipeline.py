@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_executor import execute
-from thorough import parametrize
+from thorough import examples, parametrize
 from waits import Waits
 
 from hetcoll.errors import ArgumentError
@@ -186,7 +186,7 @@ def test_pieces_of_shares_are_cut_from_each_share() -> None:
 
 
 @given(st.data())
-@settings(max_examples=55)
+@settings(max_examples=examples(55))
 def test_pieces_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     tables = [t for kind, t in ALGORITHMS.items() if kind is not Collective.BARRIER]
     algorithm = data.draw(st.sampled_from([a for t in tables for a in t.values()]))
@@ -264,7 +264,7 @@ def test_plans_that_deadlock_have_no_order() -> None:
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_any_order_of_one_queue_that_completes_completes_with_more(data: st.DataObject) -> None:
     """Fold the lanes of each rank into a few queues, as a device would, in enqueue order: it always completes."""
     algorithm = data.draw(st.sampled_from([a for t in ALGORITHMS.values() for a in t.values()]))

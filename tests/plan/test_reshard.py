@@ -14,6 +14,7 @@ import pytest
 from blocks import MESHES, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import examples
 
 from hetcoll.errors import ArgumentError, BufferTypeError
 from hetcoll.plan import reshard, spread
@@ -94,7 +95,7 @@ def between(mine: Round, source: int, target: int) -> list[Message]:
     return [each for each in mine.messages if (each.source, each.target) == (source, target)]
 
 
-@settings(max_examples=140)
+@settings(max_examples=examples(140))
 @given(exchanges(), st.sampled_from([1, 20, GRAIN]), st.sampled_from([1, 40, BATCH]))
 def test_every_element_comes_once_and_from_where_it_was(
     exchange: tuple[Topology, tuple[Move, ...]], grain: int, batch: int
@@ -146,7 +147,7 @@ def bytes_of(message: Message, moves: Sequence[Move]) -> int:
     return sum(volume(piece.box) * moves[piece.array].dtype.itemsize for piece in message.pieces)
 
 
-@settings(max_examples=55)
+@settings(max_examples=examples(55))
 @given(st.data())
 def test_what_lies_in_one_piece(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))

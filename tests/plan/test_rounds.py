@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thorough import parametrize
+from thorough import examples, parametrize
 from topologies import any_islands, side_by_side
 from waits import proved
 
@@ -42,7 +42,7 @@ NEEDED = [  # what turns does so where all ranks do alike; GPUs compress by `isl
 
 @pytest.mark.parametrize(("entry", "way"), NEEDED)
 @given(st.data())
-@settings(max_examples=9)
+@settings(max_examples=examples(9))
 def test_what_goes_in_rounds_has_an_order(entry: Algorithm, way: str, data: st.DataObject) -> None:
     """Of a few ranks, where as few islands as there are count as many."""
     many, whole, inside = data.draw(any_islands().filter(lambda x: len(x) > 1)), entry, True

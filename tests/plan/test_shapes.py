@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import DEADLINE
 from plan_executor import execute
-from thorough import parametrize
+from thorough import examples, parametrize
 
 from hetcoll import _native
 from hetcoll.plan import ir
@@ -146,7 +146,7 @@ def test_1024_ranks_are_proved_in_a_gigabyte(sizes: tuple[int, ...], kind: Colle
 
 
 @given(st.data())
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 def test_any_partition_of_many_ranks_is_proved(data: st.DataObject) -> None:
     """Up to some 64 ranks, on islands of any sizes."""
     sizes: list[int] = []
@@ -233,7 +233,7 @@ def test_a_rank_keeps_what_it_uses(sizes: tuple[int, ...], kind: Collective) -> 
 
 
 @given(st.data())
-@settings(max_examples=9)
+@settings(max_examples=examples(9))
 def test_any_partition_in_pieces_fits_its_slots_and_is_right(data: st.DataObject) -> None:
     """Any sizes of islands, any counts from 0 on: pieces are proved, come to NumPy's result and fit their slots."""
     sizes = data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=4))

@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import examples
 from topologies import cluster
 
 from hetcoll.errors import ArgumentError
@@ -49,7 +50,7 @@ def measurements(draw: st.DrawFn) -> Measured:
 
 
 @given(st.lists(measurements(), max_size=4))
-@settings(max_examples=34)
+@settings(max_examples=examples(34))
 def test_what_is_written_is_read(measured: list[Measured]) -> None:
     found = read(write(Tuned(tuple(measured)), ["about", "it"]), "file").times
     assert [one[:3] for one in found] == [one[:3] for one in measured]
@@ -60,7 +61,7 @@ def test_what_is_written_is_read(measured: list[Measured]) -> None:
 
 
 @given(measurements())
-@settings(max_examples=34)
+@settings(max_examples=examples(34))
 def test_the_fastest_is_chosen_at_each_size_but_for_a_little(one: Measured) -> None:
     rows = one.rows()
     assert [upper for upper, _ in rows] == sorted({upper for upper, _ in rows})

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thorough import parametrize
+from thorough import examples, parametrize
 from topologies import cluster
 
 from hetcoll import _native
@@ -102,7 +102,7 @@ def test_costs_agree_with_the_simulated_time(algorithm: Algorithm, shape: tuple[
 
 
 @given(st.sampled_from(KINDS), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 16), st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_choice_is_the_fastest_for_every_size(
     kind: Collective, hosts: list[int], cores: int, data: st.DataObject
 ) -> None:

@@ -3,6 +3,7 @@ all, CI an eighth. Where they are `whole` CI runs all, too."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,11 @@ HOUSE = pytest.mark.thorough(whole=True)
 """What holds this repository to its own rules, documents and benchmarks, its fakes to the drivers, its parsers to any
 bytes, and kernels to compilers for devices that are not here: CI runs it with each commit. `make test` shows that the
 library works on the machine at hand."""
+
+
+def examples(few: int) -> int:
+    """So many of a property, drawn anew each time; `make test-all` tries three times as many."""
+    return few * int(os.environ.get("TEST_EXAMPLES", "1"))
 
 
 def parametrize(

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import examples
 
 from hetcoll.errors import ArgumentError, DeviceError, InitError, RegistrationError
 from hetcoll.links.verbs import memory
@@ -94,7 +95,7 @@ def test_both_ends_see_the_same_rails() -> None:
 
 
 @given(st.data())
-@settings(max_examples=24)
+@settings(max_examples=examples(24))
 def test_the_first_two_that_rdma_does_not_join_are_found_without_a_look_at_all_pairs(data: st.DataObject) -> None:
     ports = [nic(0, 1), nic(1, 2), infiniband(0, "fe80000000000000"), infiniband(1, "fe80000000000001")]
     nics = data.draw(st.lists(st.lists(st.sampled_from(ports), max_size=3, unique=True), min_size=2, max_size=8))
