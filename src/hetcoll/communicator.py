@@ -607,11 +607,11 @@ class Communicator:
 
         Bytes: ``slots`` of shared memory through which its messages leave (address space: a page is taken when it is
         first used), ``arrays`` of `empty` in shared memory, ``pinned`` memory of GPUs' slots (of those that ranks of
-        the host share, this rank's part) and RDMA, ``plans``, ``scratch`` of plans, ``residuals`` of
-        compression, and ``sockets``: the most that the kernel may keep in those of its links, and copies of what may
-        have to be sent again. Then the number of ``descriptors``, and of ``threads``. The connection to the store
-        counts in the communicator of all ranks, and so does the store on the rank that hosts it. What vendors'
-        libraries hold is not in it.
+        the host share, this rank's part), of copies that checks look at, and of RDMA, ``plans``, ``scratch`` of plans,
+        ``residuals`` of compression, and ``sockets``: the most that the kernel may keep in those of its links, and
+        copies of what may have to be sent again. Then the number of ``descriptors``, and of ``threads``. The connection
+        to the store counts in the communicator of all ranks, and so does the store on the rank that hosts it. What
+        vendors' libraries hold is not in it.
         """
         self._host.check_open()
         return self._core.memory()

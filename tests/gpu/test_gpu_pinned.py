@@ -249,3 +249,23 @@ def test_ranks_with_and_without_gpus_have_many_communicators_within_the_budget()
         told = ranks.run(use_many, 4, timeout=100)
     assert told[2:] == [0] * 4
     assert all(4 * 2 * 5 * (3 * 32 << 10) < pinned <= budget // 2 for pinned in told[:2])
+
+
+def check_messages(comm: hetcoll.Communicator) -> list[int]:
+    """What is pinned after each of some messages, of which checks keep a copy; and after the communicator has gone."""
+    part, found = comm.split(0), []
+    assert part is not None
+    for nbytes in (100, 1 << 20, 1 << 20):
+        mine, got = (DeviceArray.of(device_of_rank(comm.rank), np.zeros(nbytes, np.uint8)) for _ in range(2))
+        part.sendrecv(mine.buffer(), 1 - comm.rank, got.buffer(), 1 - comm.rank).wait(60)
+        found.append(part.memory()["pinned"])
+    before = Told.now().held
+    part.close()
+    return [*found, before - Told.now().held]
+
+
+@pytest.mark.fakes
+def test_copies_that_checks_look_at_are_counted() -> None:
+    with start_kinds("na", HETCOLL_CHECK="1") as ranks:
+        for few, many, again, given_back in ranks.run(check_messages, timeout=100):
+            assert few + (1 << 20) <= many == again == given_back

@@ -99,7 +99,7 @@ class GpuExecutor:
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
             self._memory = PassingMemory(device, self._slot_bytes)
             undo.callback(self._memory.close)
-            self.spares = Spares(device)
+            self.spares = Spares(device, share.pinned)
             undo.callback(self.spares.close)
             self._state = device.allocate(STATE_BYTES)
             undo.callback(device.free, self._state)

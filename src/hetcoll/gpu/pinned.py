@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WINDOWS = 8
 """One part in so many is left to windows, where slots can do without."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # what garbage is collected of, in the middle of this, may give some back
 _held = 0  # bytes of all communicators of this process
 _ranks = 1  # of its host that have GPUs, in the largest communicator
 _sharing = 0  # communicators of this process that have slots
@@ -140,6 +140,13 @@ class Pinned:
         with _lock:
             if problem := self.lacks(nbytes):
                 raise InitError(problem) from MemoryError(problem)
+            _held += nbytes
+            self.held += nbytes
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes are pinned, whether they fit or not: what needs them is under way on all ranks."""
+        global _held
+        with _lock:
             _held += nbytes
             self.held += nbytes
 

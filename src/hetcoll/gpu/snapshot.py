@@ -19,6 +19,7 @@ from . import streams
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
+    from .pinned import Pinned
 
 _LEAST = 4 << 10  # bytes
 _PAUSES = (20e-6, 1e-3)  # seconds between looks at whether the copy is there
@@ -28,8 +29,8 @@ class Spares:
     """Pinned memory of snapshots that are over, for later ones. A driver that takes some back waits for all streams.
     On one of them another thread's receive may stand, whose peer waits for what this rank is about to send."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, pinned: Pinned) -> None:
+        self.device, self._pinned = device, pinned
         self._spare: dict[int, deque[int]] = {}  # by bytes; a snapshot may end while garbage is collected, so no lock
         self._closed = False
 
@@ -39,7 +40,9 @@ class Spares:
         try:
             return self._spare[size].pop(), size
         except LookupError:
-            return self.device.allocate_host(size), size
+            at = self.device.allocate_host(size)
+            self._pinned.count(size)
+            return at, size
 
     def give(self, at: int, size: int) -> None:
         """What `take` gave."""
@@ -50,9 +53,10 @@ class Spares:
     def close(self) -> None:
         """Give all back to the driver, now and from now on."""
         self._closed = True
-        for spare in list(self._spare.values()):
+        for size, spare in list(self._spare.items()):
             while spare:
                 self.device.free_host(spare.pop())
+                self._pinned.give(size)
 
 
 class GpuSnapshot(Snapshot):
