@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch_ranks import TorchRanks
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("way", ["ddp", "pipeline", "overlapped"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from installed import import_torch
 from torch_ranks import TorchRanks, names
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("case", names("balance"))

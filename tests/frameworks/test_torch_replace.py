@@ -16,7 +16,7 @@ from thorough import parametrize
 import hetcoll
 
 PROGRAM = str(Path(__file__).with_name("torch_cases") / "unchanged.py")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

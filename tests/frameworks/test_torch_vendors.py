@@ -9,7 +9,7 @@ import pytest
 from installed import import_torch
 from torch_ranks import SIZE, TorchRanks
 
-pytestmark = [pytest.mark.fakes, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.fakes, pytest.mark.timeout(200)]
 MIXED, ONE_VENDOR = "nnaa", "nnnn"
 LIMIT = 7e-3  # HetCCL's figure for the relative error of the loss
 
