@@ -12,7 +12,7 @@ their distance, so that a message waits only for earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -235,17 +235,18 @@ def gather(p: Draft) -> None:
     came = p.recvs(RECV, theirs.large(out if is_root else tmp), theirs.peer)
     theirs.batch(p, came)
     for island, last in zip(islands, came[theirs.ends - 1].tolist(), strict=True) if at.k > 1 else ():
-        for parts in at.rows(out, island):
-            src, others = _beside_root(p, at, parts)
+        for src, others in _beside_root(p, at, out, island):
             p.local(LOCAL, Collective.GATHER, root=p.root, src=src, parts=others, after=[last])
 
 
-def _beside_root(p: Draft, at: Regions, parts: tuple[Span | None, ...]) -> tuple[Span | None, list[Span | None]]:
-    """What a member has in its scratch, and what the root has of the others: its own part is where it belongs."""
-    if p.rank == p.root:
-        return None, [None if j == at.j else part for j, part in enumerate(parts)]
-    mine = parts[at.j]
-    return (None if mine is None else tmp(mine.start, mine.count)), []
+def _beside_root(p: Draft, at: Regions, make: Make, region: int) -> Iterator[tuple[Span | None, Sequence[Span | None]]]:
+    """What a member has in its scratch of a region, and what the root has of the others, whose own part is where it
+    belongs; again for each piece of a member."""
+    if p.rank != p.root:
+        yield from ((part, ()) for part in at.column(tmp, region))
+        return
+    for parts in at.rows(make, region):
+        yield None, [None if j == at.j else part for j, part in enumerate(parts)]
 
 
 @_register(Collective.SCATTER, likeness=Likeness.STAR)
@@ -260,8 +261,7 @@ def scatter(p: Draft) -> None:
     p.scratch_copies = int(at.m > 1 and not is_root)
     islands, came = at.others(1), np.full(at.m - 1, -1)
     for i, island in enumerate(islands) if at.k > 1 else ():
-        for parts in at.rows(inp, island):
-            dst, others = _beside_root(p, at, parts)
+        for dst, others in _beside_root(p, at, inp, island):
             came[i] = p.local(LOCAL, Collective.SCATTER, root=p.root, dst=dst, parts=others)
     theirs = at.own(islands)
     theirs.batch(p, p.sends(SEND, theirs.large(inp if is_root else tmp), theirs.peer, after=[came[theirs.island]]))

@@ -6,7 +6,7 @@ Where they cut depends on the sizes of the two islands alone: of thousands of is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
@@ -99,6 +99,13 @@ class Regions(Place):
         """
         return _rows(make, self.hosts[region], self.k, self.pieces, merge)
 
+    def column(self, make: Make, region: int) -> Iterator[Span | None]:
+        """My part of each of `rows`."""
+        owners, n = self.hosts[region], self.pieces
+        mine = _passed(len(owners), self.k, n, self.j)
+        yield from (make(owners[piece.owner] * n + piece.start, piece.units) for piece in mine)
+        yield from [None] * (_most_passed(len(owners), self.k, n) - len(mine))
+
     def own(self, regions: Iterable[int]) -> Pieces:
         """My pieces of other islands' regions."""
         found = [self.hosts[region] for region in regions]
@@ -121,6 +128,13 @@ def _passed(size: int, k: int, n: int, j: int) -> tuple[Piece, ...]:
     """Of a region of `size` shares of `n` units what member j of `k` passes on, in order."""
     part = size * n // k
     return cut(part * j, part * (j + 1), n, part)
+
+
+@lru_cache(maxsize=64)
+def _most_passed(size: int, k: int, n: int) -> int:
+    """How many pieces the member has that passes on the most."""
+    part = size * n // k
+    return max(-(-part * (j + 1) // n) - part * j // n for j in range(k))
 
 
 def _owned(size: int, k: int, n: int, owner: int) -> tuple[Piece, ...]:
