@@ -31,20 +31,25 @@ def busy() -> float:
 
 def cores_after_long_waits(comm: hetcoll.Communicator) -> tuple[list[int], bool]:
     """On which core this rank was in the end, behind each long wait while nobody else computed; and whether it may use
-    those that it might before."""
+    those that it might before. A communicator that has met somebody on a core goes there less often for seconds: each
+    time has one of its own."""
     core, allowed = ctypes.CDLL(None).sched_getcpu, os.sched_getaffinity(0)
     x, found = np.ones(2, np.float32), list[int]()
     for _ in range(MOST):
-        comm.barrier()
+        part = comm.split(0)
+        assert part is not None
+        part.allreduce(x)
+        part.barrier()
         before = busy()
-        if comm.rank == 1:
+        if part.rank == 1:
             time.sleep(LATE)
         at = 0
         for _ in range(CALLS):
-            comm.allreduce(x)
+            part.allreduce(x)
             at = core()
         quiet = np.array([busy() - before < QUIET])
-        comm.broadcast(quiet)
+        part.broadcast(quiet)
+        part.close()
         if quiet[0]:
             found.append(at)
         if len(found) == TIMES:
