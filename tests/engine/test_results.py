@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -31,7 +32,7 @@ def _results(comm: hetcoll.Communicator) -> None:
         counts = [r + 1 for r in range(size)]
         got = comm.alltoall(np.full(sum(counts), rank), sendcounts=counts, recvcounts=[rank + 1] * size, timeout=20.0)
         assert got.tolist() == [r for r in range(size) for _ in range(rank + 1)]
-        every = comm.allgatherv(np.full(counts[rank], rank), counts=counts)
+        every = comm.allgatherv(np.full(counts[rank], rank), counts=deque(counts))
         assert every.tolist() == [r for r in range(size) for _ in range(counts[r])]
         assert comm.allgatherv(np.zeros(0), counts=[0] * size).shape == (0,)
         part = comm.reduce_scatterv(np.arange(sum(counts)), counts=counts)
@@ -63,6 +64,7 @@ def _refuse(comm: hetcoll.Communicator) -> None:
         (lambda: comm.allgatherv(x, counts=(1 for _ in range(3))), hetcoll.BufferTypeError, "one a rank, got <gen"),
         (lambda: comm.reduce_scatterv(x, counts=iter([1] * 3)), hetcoll.BufferTypeError, "one a rank, got <list_it"),
         (lambda: comm.allgatherv(x, counts={1, 2, 3}), hetcoll.BufferTypeError, "one a rank, got {1, 2, 3}"),
+        (lambda: comm.allgatherv(x, counts={0: 1, 1: 1, 2: 1}), hetcoll.BufferTypeError, "one a rank, got {0: 1"),
         (lambda: comm.allgatherv(x, counts=["a"]), hetcoll.BufferTypeError, "wanted a whole"),
         (lambda: comm.reduce_scatterv(x, counts=4), hetcoll.BufferTypeError, "wanted 3 counts, one a rank, got 4"),
         (lambda: comm.gather(x, root=3), hetcoll.ArgumentError, r"wanted a rank in \[0, 3\)"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -279,8 +279,9 @@ def scatter(rank: int, size: int, sendbuf: Any, recvbuf: Any, root: object) -> C
 def all_counts(counts: Sequence[int], size: int, name: str = "counts") -> list[int]:
     """`counts` as so many ints of 0 or more."""
     try:
-        # A slice, since sets have no order and iterators are empty when they are read again.
-        values = [check_int(c, name) for c in counts[:]]
+        if isinstance(counts, (Iterator, Set, Mapping)):
+            raise TypeError("read once only, or in no order")
+        values = [check_int(c, name) for c in counts]
     except TypeError as error:
         if isinstance(error, BufferTypeError):
             raise
