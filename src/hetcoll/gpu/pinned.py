@@ -136,15 +136,13 @@ class Pinned:
             raise
 
     def _take(self, nbytes: int) -> None:
-        global _held
         with _lock:
             if problem := self.lacks(nbytes):
                 raise InitError(problem) from MemoryError(problem)
-            _held += nbytes
-            self.held += nbytes
+            self.count(nbytes)
 
     def count(self, nbytes: int) -> None:
-        """So many bytes are pinned, whether they fit or not: what needs them is under way on all ranks."""
+        """So many bytes more are pinned, or fewer, whether they fit or not: as for a call that all ranks are in."""
         global _held
         with _lock:
             _held += nbytes
@@ -152,10 +150,7 @@ class Pinned:
 
     def give(self, nbytes: int) -> None:
         """So many bytes are not pinned any more."""
-        global _held
-        with _lock:
-            _held -= nbytes
-            self.held -= nbytes
+        self.count(-nbytes)
 
 
 class PinnedMemory:
