@@ -25,10 +25,9 @@ COMMANDS = {
 """Each subcommand is a module here, with its `add_arguments` and its `main`."""
 
 
-def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
+def build_parser(asked: str) -> argparse.ArgumentParser:
     """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it, `refuse`
-    ends the program with that one's usage. `asked`: only this one is loaded, if there is such a one, since all take
-    twice as long."""
+    ends the program with that one's usage. Only the one that is `asked` for is loaded: all take twice as long."""
     from .. import __version__
 
     parser = argparse.ArgumentParser(prog="hetcoll", description="Collective communication: measure, start, inspect.")
@@ -36,7 +35,7 @@ def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         subparser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if asked in (None, name):
+        if name == asked:
             module = importlib.import_module(f".{name}", __package__)
             module.add_arguments(subparser)
             subparser.set_defaults(main=module.main, refuse=subparser.error)
