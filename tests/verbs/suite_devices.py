@@ -109,7 +109,8 @@ def test_too_little_memory_to_lock_is_a_problem() -> None:
     theirs.close()
     assert ours.poll(60 * PATIENCE)
     assert ours.recv() == [(Level.PROBLEM, "64 KiB: too little to register memory for RDMA")]
-    asked.join()
+    asked.join(60 * PATIENCE)
+    assert asked.exitcode == 0
 
 
 def _ask_with_little(pipe: Connection) -> None:
