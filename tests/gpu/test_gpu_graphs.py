@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from cases import run_case
 from device_checks import Capture
-from gpu_calls import cases_of, check, device_of_rank
+from gpu_calls import Called, cases_of, check, device_of_rank
 from gpu_kinds import VENDOR, start
 from gpu_places import PLACES
 from in_graph import InGraph
@@ -77,21 +76,15 @@ def waits_of_captured(comm: hetcoll.Communicator, log: str, counts: list[int]) -
     device.activate()
     stream, array = device.stream(), DeviceArray(device, max(counts))
 
-    def waits() -> int:
-        lines = (line.split() for line in Path(log).read_text().splitlines())
-        return sum(
-            pid == str(os.getpid()) and name in ("cuStreamWaitEvent", "hipStreamWaitEvent") for pid, _, name in lines
-        )
-
-    found = []
+    called, found = Called(log), []
     for count in counts:
         comm.allreduce(array.buffer(0, count), stream=stream)
         device.synchronize(stream)
-        before = waits()
+        called.since()
         with Capture(device, stream) as captured:
             for _ in range(3):
                 comm.allreduce(array.buffer(0, count), stream=stream)
-        found.append(waits() - before)
+        found.append(sum(name in ("cuStreamWaitEvent", "hipStreamWaitEvent") for name in called.since()))
         captured.close()
     device.destroy_stream(stream)
     return found

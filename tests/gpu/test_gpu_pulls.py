@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from device_checks import Capture
 from dlpack_arrays import Quick
-from gpu_calls import device_of_rank
+from gpu_calls import Called, device_of_rank
 from gpu_kinds import VENDOR, device_of, start
 from losing import await_stopped
 from on_gpu import KINDS
@@ -131,17 +131,12 @@ def driver_calls(comm: hetcoll.Communicator, log: str) -> list[tuple[int, int]]:
         lambda: comm.broadcast(part(mine, 0, n), 1),
     ]
 
-    def names() -> list[str]:
-        return [
-            name
-            for pid, _, name in map(str.split, Path(log).read_text().rpartition("\n")[0].splitlines())
-            if pid == str(os.getpid())
-        ]
+    called = Called(log)
 
     def take(call: Callable[[], hetcoll.Work]) -> tuple[int, int]:
-        before = len(names())
+        called.since()
         call().wait(60)
-        later = [name for name in names()[before:] if "AsyncError" not in name]
+        later = [name for name in called.since() if "AsyncError" not in name]
         return sum("Memcpy" in name for name in later), sum("Launch" in name or "nccl" in name for name in later)
 
     for call in calls * 2:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import struct
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import fakes
 import numpy as np
 import pytest
-from gpu_calls import device_of_rank, overlap
+from gpu_calls import Called, device_of_rank, overlap
 from gpu_places import REAL
 from ranks import Ranks
 from thorough import parametrize
@@ -72,7 +71,7 @@ def own_streams(comm: hetcoll.Communicator, log: str) -> tuple[int, int]:
     """How many streams there are after sums by slots, and once a communicator is closed that something still holds."""
 
     def there() -> int:
-        names = [line.split()[-1] for line in Path(log).read_text().splitlines() if line.split()[0] == str(os.getpid())]
+        names = Called(log).since()
         return names.count("cuStreamCreateWithPriority") - names.count("cuStreamDestroy")
 
     gc.disable()

@@ -52,10 +52,10 @@ class Called:
         """Since it was asked before."""
         with self._log.open("rb") as file:
             file.seek(self._at)
-            lines = file.read().decode().splitlines()
-            self._at = file.tell()
+            whole = file.read().rpartition(b"\n")[0]  # others may be writing a line
+        self._at += len(whole)
         mine = f"{os.getpid()} "
-        return [line.split()[-1] for line in lines if line.startswith(mine)]
+        return [line.split()[-1] for line in whole.decode().splitlines() if line.startswith(mine)]
 
 
 def check(ranks: Ranks, cases: list[Case], run: Callable[..., list[bytes]] = run_on_gpu) -> None:
