@@ -30,7 +30,6 @@ constexpr int kUnsent = 32 << 10;
 constexpr std::uint64_t kMostUnread = std::uint64_t{8} << 20;
 // Up to here it costs less to copy a message to and from its header than to have the kernel deal with two places.
 constexpr std::size_t kJoined = std::size_t{4} << 10;
-constexpr std::uint64_t kEnded = UINT64_MAX;  // Sockets::until_end_ once HETCOLL_FAULT has ended the stream
 
 // Bytes that the peer's kernel has not acknowledged. A socket that was reset keeps to what it said last.
 std::uint64_t Unacknowledged(int fd) {
@@ -156,8 +155,6 @@ ssize_t Sockets::SendBehindTheEnd(const Stripe& s) {
   errno = poll(&peer, 1, 0) > 0 ? EPIPE : EAGAIN;
   return -1;
 }
-
-short Sockets::RoomEvents() const { return until_end_ == kEnded ? POLLRDHUP : POLLOUT; }
 
 ssize_t Sockets::SendSpoiled(Stripe& s, const Parts& parts) {
   std::vector<std::byte> bytes(parts.size());
@@ -388,8 +385,7 @@ std::optional<Sockets::Room> Sockets::FindRoom(std::uint32_t stripe) const {
 void Sockets::Lost(std::uint32_t stripe, const char* what) {
   // What is changed on the way the kernel has acknowledged: it is kept where all of it has a checksum.
   if (!mends_ || !Broken(errno) || (errno == EBADMSG && shared_->integrity != Integrity::kAll)) Fail(what);
-  const std::string why = Spell(errno);
-  Break(stripe, false, why);
+  Break(stripe, false, Spell(errno));
 }
 
 void Sockets::Fail(const char* what) const {

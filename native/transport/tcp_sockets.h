@@ -1,6 +1,7 @@
 // The sockets of one TCP link, and what a call sends or receives on one of them.
 #pragma once
 
+#include <poll.h>
 #include <sys/types.h>
 
 #include <algorithm>
@@ -53,7 +54,7 @@ class Sockets {
   // As send(2) and recv(2) do.
   ssize_t Send(std::uint32_t stripe, const Parts& parts);
   // What poll(2) is to wait for where `Send` found no room.
-  short RoomEvents() const;
+  short RoomEvents() const { return until_end_ == kEnded ? POLLRDHUP : POLLOUT; }
   // Takes all of it, and copies it: what the socket does not take now is left to `Flush`.
   void Queue(std::uint32_t stripe, const Parts& parts);
   bool queued(std::uint32_t stripe) const { return stripes_[stripe].owes + stripes_[stripe].behind > 0; }
@@ -170,6 +171,8 @@ class Sockets {
   void Spend(Stripe& s, std::uint64_t nbytes);
   [[noreturn]] void Fail(const char* what) const;
   [[noreturn]] void FailUnsent() const;
+
+  static constexpr std::uint64_t kEnded = UINT64_MAX;  // `until_end_` once the stream has ended
 
   std::vector<Stripe> stripes_;
   SocketId first_;
